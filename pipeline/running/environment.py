@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ INSTRUCTION_SETS = (
     "sve",
 )
 NVIDIA_SMI_TIMEOUT_S = 120
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpu(Record):
@@ -78,8 +80,8 @@ class Machine(Record):
     memory_mib: int  # that this process may use
     num_torch_threads: int  # a torch process takes when nothing sets it
     torch_build: str  # "cpu" or "cuda 13.0"
-    gpus: tuple[Gpu, ...] = ()
-    gpus_hidden: bool = False  # CUDA_VISIBLE_DEVICES hides all of them
+    gpus: tuple[Gpu, ...] = ()  # that CUDA_VISIBLE_DEVICES lets through
+    gpus_hidden: bool = False  # it hides all of them, so that `gpus` are those of the machine
 
     @property
     def uses_gpu(self) -> bool:
@@ -102,9 +104,10 @@ def read_machine() -> Machine:
     """Read the machine's facts."""
     cpu, flags = parse_cpuinfo(_read_text(Path("/proc/cpuinfo")))
     num_cores = count_cores()
-    gpus = find_gpus()
+    visible = os.environ.get(VISIBLE)
+    is_hidden = visible in {"", "-1"}
+    gpus = find_gpus(visible=None if is_hidden else visible)
     build = read_torch_build()
-    hidden = bool(gpus) and os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return Machine(
         os=_name_os(),
@@ -115,7 +118,7 @@ def read_machine() -> Machine:
         num_torch_threads=int(threads) if threads.isdigit() else num_cores,
         torch_build=build,
         gpus=gpus,
-        gpus_hidden=hidden,
+        gpus_hidden=bool(gpus) and is_hidden,
     )
 
 
@@ -142,13 +145,66 @@ def read_machine_facts() -> dict[str, Any]:
     return {"environment": read_environment(), "hardware": read_hardware(device)}
 
 
-def find_gpus() -> tuple[Gpu, ...]:
-    """List NVIDIA GPUs by nvidia-smi, or by the driver's own files where that is not installed."""
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+def list_visible_gpus(num_gpus: int, visible: str | None) -> tuple[str, ...]:
+    """Return the GPUs that CUDA lets a process use, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        num_gpus: of the machine.
+        visible: CUDA_VISIBLE_DEVICES, where it is set: indices or UUIDs. An index that no GPU has ends the list.
+    """
+    if visible is None:
+        return tuple(str(index) for index in range(num_gpus))
+    names = []
+    for name in map(str.strip, visible.split(",")):
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < num_gpus):
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def pick_visible_lines(lines: Sequence[str], visible: str | None) -> list[str]:
+    """Return the lines "UUID, ..." of the GPUs that CUDA lets a process use, without their UUIDs.
+
+    Args:
+        lines: of each GPU of the machine.
+        visible: as for `list_visible_gpus`. All GPUs count where it names instances of MIG: no line has their UUIDs.
+    """
+    names = list_visible_gpus(len(lines), visible)
+    if any(name.startswith("MIG-") for name in names):
+        names = list_visible_gpus(len(lines), None)
+    indices = {int(name) for name in names if name.isdigit()}
+    uuids = tuple(name for name in names if not name.isdigit())  # CUDA takes the start of one, too
+    return [
+        line.partition(",")[2].strip() for index, line in enumerate(lines) if index in indices or line.startswith(uuids)
+    ]
+
+
+def query_nvidia_smi(*fields: str, visible: str | None = None) -> str:
+    """Ask nvidia-smi about each GPU; return a line of CSV each, or nothing where it is absent, fails or hangs.
+
+    Args:
+        fields: that `nvidia-smi --help-query-gpu` lists.
+        visible: as for `list_visible_gpus`; others are left out.
+    """
+    if not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", f"--query-gpu={','.join(('uuid', *fields))}", "--format=csv,noheader,nounits"]
+    try:
         child = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        if child.returncode == 0:
-            return parse_nvidia_smi(child.stdout)
+    except subprocess.TimeoutExpired:
+        return ""
+    lines = child.stdout.splitlines() if child.returncode == 0 else []
+    return "\n".join(pick_visible_lines(lines, visible))
+
+
+def find_gpus(*, visible: str | None = None) -> tuple[Gpu, ...]:
+    """List NVIDIA GPUs by nvidia-smi, or by the driver's own files where that does not answer.
+
+    Args:
+        visible: as for `list_visible_gpus`; nvidia-smi leaves others out.
+    """
+    if text := query_nvidia_smi("name", "driver_version", "memory.total", visible=visible):
+        return parse_nvidia_smi(text)
     driver = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _read_text(Path("/proc/driver/nvidia/version")))
     names = [
         re.search(r"Model:\s*(.+)", _read_text(path))
@@ -176,12 +232,8 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
 
 
 def read_gpu_free_mib() -> tuple[int, ...]:
-    """Read the memory of each NVIDIA GPU that no process holds now, in MiB; empty where the driver won't say."""
-    if not shutil.which("nvidia-smi"):
-        return ()
-    query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
-    child = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return parse_gpu_memory(child.stdout) if child.returncode == 0 else ()
+    """Read the memory of each visible GPU that no process holds now, in MiB; empty where the driver won't say."""
+    return parse_gpu_memory(query_nvidia_smi("memory.used", "memory.total", visible=os.environ.get(VISIBLE)))
 
 
 def parse_gpu_memory(text: str) -> tuple[int, ...]:

@@ -8,13 +8,23 @@ Source: the texts of torch 2.11 to 2.13, c10/cuda/CUDACachingAllocator.cpp and C
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
-MAX_HELD_FRACTION = 0.1  # of a card, by other processes; less is the driver's own
+from pipeline.errors import EngineError, QuantgateError
+
+MAX_HELD_FRACTION = 0.1  # of a card, by other processes; a desktop and the driver take less
 _NO_MEMORY = re.compile(
-    r"CUDA out of memory|(CUDA|driver) error: out of memory|STATUS_ALLOC_FAILED|can't allocate memory"
+    r"CUDA out of memory|(CUDA|driver) error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED|can't allocate memory"
 )
-_DEAD = re.compile(r"CUDA (driver )?error|CU(BLAS|DNN|SOLVER|FFT|SPARSE)_STATUS|device-side assert|NCCL error")
+# a call that was wrong, or a kernel that the build lacks, leaves the device as it was
+_ALIVE = r"invalid (argument|configuration|device function)|no kernel image|(operation )?not supported|CU[A-Z]+_STATUS"
+_BROKEN = "EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|MAPPING_ERROR"
+_DEAD = re.compile(
+    rf"CUDA (driver )?error(?!: ({_ALIVE}))|(CUDA error: )?CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_({_BROKEN})"
+    "|device-side assert|NCCL error"
+)
 _SIZE = r"([\d.]+ (?:bytes|[KMGT]iB))"
 _WANTED = re.compile(rf"(?:Tried to allocate|you tried to allocate) {_SIZE}")
 _CARD = re.compile(rf"GPU (\d+) has a total capacity of {_SIZE} of which {_SIZE} is free")
@@ -26,18 +36,39 @@ _MAX_CHARS = 200
 def describe_gpu_failure(error: BaseException, *, remedy: str) -> str | None:
     """Return what a device lacks or how it failed, in one line; None where an error is about something else.
 
-    An error that another one carries in its text counts, too: that is how a generation thread reports.
+    An error that another one carries in its text or as its cause counts, too: that is how a generation thread and
+    llm-compressor report.
 
     Args:
         error: of torch, or of a library above it.
         remedy: what helps where memory is short.
     """
-    text = str(error)
+    text = f"{error}\n{error.__cause__ or ''}"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
         return f"{_describe_memory(text)}; {remedy}"
     if _DEAD.search(text):
         return f"the GPU or its driver failed: {_cut(text)}; see nvidia-smi, and dmesg for Xid"
     return None
+
+
+@contextlib.contextmanager
+def explain_gpu_failure(what: str, *, remedy: str, error_type: type[QuantgateError] = EngineError) -> Iterator[None]:
+    """Turn an error that `describe_gpu_failure` knows into one line.
+
+    Args:
+        what: was worked on, for the message.
+        remedy: what helps where memory is short.
+        error_type: raised instead.
+
+    Raises:
+        QuantgateError: of this type; a device has no memory left, or no longer works.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (problem := describe_gpu_failure(error, remedy=remedy)) is None:
+            raise
+        raise error_type(f"{what}: {problem}") from None
 
 
 def _describe_memory(text: str) -> str:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,11 +24,12 @@ from typing import Any
 from pipeline.errors import EvidenceError
 from pipeline.records.digests import digest_json
 from pipeline.records.record_files import Record, read_record, write_record
-from pipeline.running.environment import Machine, read_libraries
+from pipeline.running.environment import VISIBLE, Machine, query_nvidia_smi, read_libraries
+from pipeline.running.gpu_failures import MAX_HELD_FRACTION
 
 PROOF_FILE = "gpu_proof.json"  # in the folder of stage env
 PROOF_TIMEOUT_S = 120
-MAX_HELD_FRACTION = 0.1  # of a card's memory, by others; a desktop and the driver take less
+_PROJECT = Path(__file__).resolve().parents[2]  # that the child imports from, wherever this process runs
 _CHILD = "from pipeline.running.gpu_proof import prove_here; print(prove_here().model_dump_json())"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SIDE = 256  # of the product's matrices: a number that bfloat16 holds exactly
@@ -87,14 +87,14 @@ def prove_gpus(machine: Machine, folder: Path) -> GpuProof | None:
 
 def _digest_grounds(machine: Machine) -> str:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     return digest_json([machine.model_dump(), read_libraries()["torch"], visible, boot])
 
 
 def _prove_in_child() -> GpuProof:
     command = [sys.executable, "-W", "ignore", "-c", _CHILD]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_TIMEOUT_S)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_TIMEOUT_S, cwd=_PROJECT)
     except subprocess.TimeoutExpired:
         return GpuProof(error=f"the proof took more than {PROOF_TIMEOUT_S} s")
     if child.returncode != 0:
@@ -181,16 +181,7 @@ def _split_architecture(name: str) -> tuple[int, int]:
 
 def ask_nvidia_smi() -> str:
     """Return "index, used MiB, total MiB" of each visible GPU, a line each; nothing where nvidia-smi can't say."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", *(["--id", visible] if visible else [])]
-    query = ["--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child = subprocess.run([*command, *query], capture_output=True, text=True, timeout=PROOF_TIMEOUT_S)
-        if child.returncode == 0:
-            return child.stdout
-    return ""
+    return query_nvidia_smi("index", "memory.used", "memory.total", visible=os.environ.get(VISIBLE))
 
 
 def list_held_gpus(machine: Machine, ask: Callable[[], str] = ask_nvidia_smi) -> list[str]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.running import environment
 from pipeline.running.environment import (
     LIBRARIES,
     Gpu,
     Machine,
+    find_gpus,
+    list_visible_gpus,
     parse_cpuinfo,
     parse_gpu_memory,
     parse_nvidia_smi,
+    pick_visible_lines,
+    query_nvidia_smi,
+    read_gpu_free_mib,
     read_libraries,
     read_machine,
     write_if_changed,
@@ -55,6 +63,63 @@ def test_nvidia_smi_answers() -> None:
         ("NVIDIA GB10", "580.95", 0),
     ]
     assert parse_nvidia_smi("No devices were found\n") == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "names", "seen"),
+    [
+        (None, ("0", "1", "2"), ["80", "40", "24"]),
+        ("2,0", ("2", "0"), ["80", "24"]),
+        ("0,1,2,3", ("0", "1", "2"), ["80", "40", "24"]),
+        ("3,0", (), []),
+        ("GPU-b1", ("GPU-b1",), ["40"]),
+        ("GPU-a, MIG-77", ("GPU-a", "MIG-77"), ["80", "40", "24"]),
+        ("1,-1,2", ("1",), ["40"]),
+        ("", (), []),
+        ("-1", (), []),
+    ],
+)
+def test_gpus_are_those_that_the_environment_lets_through(
+    visible: str | None, names: tuple[str, ...], seen: list[str]
+) -> None:
+    """CUDA hides what follows an index that no GPU has; a server that is given such an index runs on the CPU."""
+    assert list_visible_gpus(3, visible) == names
+    assert pick_visible_lines(["GPU-a0, 80", "GPU-b1, 40", "GPU-c2, 24"], visible) == seen
+
+
+def fake_nvidia_smi(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], str]) -> None:
+    """Let nvidia-smi answer a query."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, answer(command[1].removeprefix("--query-gpu=")), "")
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_a_machine_has_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "uuid,name,driver_version,memory.total": "GPU-a0, NVIDIA A, 560.35, 81559\nGPU-b1, NVIDIA B, 560.35, 24564\n",
+        "uuid,memory.used,memory.total": "GPU-a0, 41000, 81559\nGPU-b1, 564, 24564\n",
+    }
+    fake_nvidia_smi(monkeypatch, answers.__getitem__)
+    for visible, names, free in (("1", ["NVIDIA B"], (24000,)), ("0,1", ["NVIDIA A", "NVIDIA B"], (40559, 24000))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.name for gpu in read_machine().gpus] == names
+        assert read_gpu_free_mib() == free
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    hidden = read_machine()
+    assert len(hidden.gpus) == 2 and hidden.gpus_hidden and read_gpu_free_mib() == ()
+
+
+def test_a_driver_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(query: str) -> str:
+        raise subprocess.TimeoutExpired("nvidia-smi", 120)
+
+    fake_nvidia_smi(monkeypatch, hang)
+    monkeypatch.setattr(environment, "_read_text", lambda path: "")
+    assert read_gpu_free_mib() == () and query_nvidia_smi("name") == ""
+    find_gpus()
 
 
 def test_libraries_cover_what_changes_an_answer() -> None:

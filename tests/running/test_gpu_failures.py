@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.running.gpu_failures import describe_gpu_failure
+from pipeline.errors import QuantizationError
+from pipeline.running.gpu_failures import describe_gpu_failure, explain_gpu_failure
 
 FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 312.00 MiB is "
@@ -71,6 +72,29 @@ SEE = "; see nvidia-smi, and dmesg for Xid"
             f"handle)`{SEE}",
             id="library",
         ),
+        pytest.param(
+            RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+            f"the GPU or its driver failed: CUDNN_STATUS_EXECUTION_FAILED{SEE}",
+            id="cudnn",
+        ),
+        pytest.param(
+            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+            "out of memory: CUDNN_STATUS_ALLOC_FAILED",
+            id="cudnn-full",
+        ),
+        pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), None, id="cudnn-lacks-it"),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"),
+            None,
+            id="cublas-lacks-it",
+        ),
+        pytest.param(RuntimeError("CUDA error: invalid argument\nSearch for"), None, id="a-wrong-call"),
+        pytest.param(
+            RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+            None,
+            id="a-wrong-build",
+        ),
+        pytest.param(RuntimeError("CUDA error: operation not supported"), None, id="an-old-card"),
         pytest.param(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None, id="a-mistake"),
         pytest.param(ValueError("prompt: expected a text"), None, id="a-request"),
     ],
@@ -79,6 +103,23 @@ def test_a_device_that_failed_is_one_line(error: Exception, said: str | None) ->
     if said and said.startswith("out of memory"):
         said = f"{said}; lower x"
     assert describe_gpu_failure(error, remedy="lower x") == said
+
+
+def test_a_cause_says_what_is_missing() -> None:
+    """llm-compressor names no size, and gives advice about its own options instead."""
+    error = torch.OutOfMemoryError("Sequential pipeline ran out of memory. Please consider choosing")
+    error.__cause__ = torch.OutOfMemoryError(FULL.format(own="78.80 GiB"))
+    said = "out of memory on GPU 0: 2.00 GiB needed, 312.00 MiB of 79.11 GiB free; lower x"
+    assert describe_gpu_failure(error, remedy="lower x") == said
+
+
+def test_a_failure_is_explained_with_what_was_worked_on() -> None:
+    explaining = explain_gpu_failure("checking", remedy="lower x", error_type=QuantizationError)
+    with pytest.raises(QuantizationError) as caught, explaining:
+        raise RuntimeError(DEAD)
+    assert str(caught.value) == f"checking: the GPU or its driver failed: CUDA error: unspecified launch failure{SEE}"
+    with pytest.raises(RuntimeError, match="^shapes differ$"), explain_gpu_failure("a batch", remedy="lower it"):
+        raise RuntimeError("shapes differ")
 
 
 def test_a_real_allocation_that_fails_is_known() -> None:

@@ -151,6 +151,13 @@ def test_a_child_that_ends_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._prove_in_child() == GpuProof(error="libcuda.so.1: cannot open")
 
 
+def test_the_child_finds_the_project_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(module, "_CHILD", "import pipeline; raise SystemExit(pipeline.__name__)")
+    assert module._prove_in_child() == GpuProof(error="pipeline")
+
+
 def test_a_card_that_others_hold_is_named_with_what_is_free() -> None:
     said = "0, 512, 81559\n3, 41000, 81559\n4, [N/A], [N/A]\n"
     (line,) = list_held_gpus(GPU_MACHINE, lambda: said)

@@ -15,7 +15,6 @@ from typing import Any
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.images.folders import iterate_weights, read_pipeline_checkpoint
-from pipeline.products.images.gpu_memory import explain_out_of_memory
 from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
 from pipeline.products.images.settings import ImagesProduct
@@ -24,6 +23,7 @@ from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidat
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
 from pipeline.records.serving import PipelineServing
+from pipeline.running.gpu_failures import explain_gpu_failure
 from pipeline.running.weight_files import check_finite
 
 # what can change an image
@@ -88,7 +88,7 @@ def _apply_steps(
         more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
         where = f"candidates.{name}.steps.{i}"
         try:
-            with explain_out_of_memory(f"{where}: the prompts that it draws", "lower serving.batch_size"):
+            with explain_gpu_failure(f"{where}: the prompts that it draws", remedy="lower serving.batch_size"):
                 done = STEPS[step.kind](folder, serving, step=step, **more)
         except (NumericsError, SettingsError) as error:
             raise type(error)(f"{where}: {error}") from None

@@ -19,8 +19,8 @@ from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tile_grid import find_stitches
 from pipeline.numerics.tiling import blend_tiles
 from pipeline.products.images.folders import open_pipeline, read_index
-from pipeline.products.images.gpu_memory import is_out_of_memory
 from pipeline.records.serving import PipelineServing, Tiling
+from pipeline.running.gpu_failures import describe_gpu_failure
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             output_type="latent",
         ).images
     except (ValueError, TypeError, RuntimeError) as error:
-        if is_out_of_memory(error):
+        if describe_gpu_failure(error, remedy=""):  # not of these prompts
             raise
         raise EngineError(
             f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "

@@ -20,6 +20,7 @@ from pipeline.products.images.settings import ImagesEval
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.running.environment import read_machine_facts
+from pipeline.running.gpu_failures import explain_gpu_failure
 from pipeline.running.tracing import record_trace
 from pipeline.running.worker_pool import choose_gpu, get_loaded, start_workers
 
@@ -96,15 +97,13 @@ def read_facts() -> dict[str, Any]:
 def _load(setup: RenderSetup) -> Loaded:
     import torch
 
-    from pipeline.products.images.gpu_memory import explain_out_of_memory
-
     torch.backends.cudnn.allow_tf32 = False  # the decode in float32 is what others are compared with
     gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    with explain_out_of_memory(
+    with explain_gpu_failure(
         f"{setup.candidate.name}: its pipeline beside a float32 decoder and CLIP",
-        "set its unet_precision to 16 bits, or lower resources.num_workers of its product",
+        remedy="set its unet_precision to 16 bits, or lower resources.num_workers of its product",
     ):
         loaded = _load_all(setup)
     _check_files(setup)  # after they were read: what is digested is what runs
@@ -168,10 +167,8 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
 
 
 def _explain_batch(loaded: Loaded, num_images: int) -> AbstractContextManager[None]:
-    from pipeline.products.images.gpu_memory import explain_out_of_memory
-
-    return explain_out_of_memory(
+    return explain_gpu_failure(
         f"{loaded.candidate.name}: a batch of {num_images} images",
-        "lower serving.batch_size or resources.num_workers of its product, or give it a step vae_tiling or a "
+        remedy="lower serving.batch_size or resources.num_workers of its product, or give it a step vae_tiling or a "
         "vae_precision of 16 bits; finished batches are kept, run `dvc repro` to go on",
     )

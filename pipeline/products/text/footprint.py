@@ -15,7 +15,7 @@ from pipeline.running.weight_files import TensorInfo
 TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # eight-bit floats are served in a wider type where the engine has no kernels for them
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 2, "F8_E5M2": 2}
-_PACKED = (".weight_packed", ".qweight")  # INT4 or INT8 weights in int32
+_PACKED = ".weight_packed"  # of compressed-tensors: INT4 or INT8 weights in int32; `qweight` of others stays packed
 _SCALES = (".weight_scale", ".scales")
 _BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name in a numbered block
 
@@ -29,25 +29,24 @@ def count_load_bytes(
         tensors: by name, from the headers.
         config: of config.json.
         dtype: that floats are loaded in, or "auto" for the one that each is stored in.
-        keeps_packed: quantised weights stay as stored; else they are unpacked into the type of their scales.
+        keeps_packed: quantised weights stay as stored; else those of compressed-tensors are unpacked into `dtype`, or
+            into the type of their scales.
     """
     settings = config.get("quantization_config") or {}
     groups = list((settings.get("config_groups") or {}).values())
-    bits = settings.get("bits") or (groups and (groups[0].get("weights") or {}).get("num_bits")) or 4
+    bits = (groups and (groups[0].get("weights") or {}).get("num_bits")) or 4
     total = 0
     for name, info in tensors.items():
         if name.endswith(_PACKED) and not keeps_packed:
-            scale = next((tensors[s] for suffix in _SCALES if (s := _rename(name, suffix)) in tensors), info)
+            scale = tensors.get(name.removesuffix(_PACKED) + ".weight_scale", info)
             total += info.num_bytes * 8 // bits * TYPE_BYTES.get(dtype, STORED_BYTES.get(scale.dtype, 2))
+        elif info.dtype == "I8" and f"{name}_scale" in tensors and not keeps_packed:
+            total += info.num_elements * TYPE_BYTES.get(dtype, STORED_BYTES.get(tensors[f"{name}_scale"].dtype, 2))
         elif info.dtype not in STORED_BYTES or name.endswith(_SCALES) or (keeps_packed and "F8" in info.dtype):
             total += info.num_bytes
         else:
             total += info.num_elements * TYPE_BYTES.get(dtype, STORED_BYTES[info.dtype])
     return total
-
-
-def _rename(name: str, suffix: str) -> str:
-    return name.rpartition(".")[0] + suffix
 
 
 def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_length: int, item_bytes: int = 2) -> int:

@@ -1,14 +1,12 @@
-"""What a GPU holds: parts of a batch that follow its pixels alone, and one line where it holds too little."""
+"""What a GPU holds: parts of a batch that follow its pixels alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pipeline.errors import EngineError
-from pipeline.products.images.gpu_memory import GpuMemory, explain_out_of_memory, split_batch
+from pipeline.products.images.gpu_memory import split_batch
 
-GIB = 1 << 30
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -30,27 +28,3 @@ def test_a_gpu_takes_a_batch_in_parts_and_a_cpu_takes_it_whole(
     parts = [images[part] for part in split_batch(num_images, side * side, device)]
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat(parts), images)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 has ..."),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-    ids=["torch", "cudnn", "cublas"],
-)
-def test_out_of_memory_says_who_holds_it_and_what_helps(error: Exception) -> None:
-    memory = GpuMemory(total=24 * GIB, free=GIB, held=15 * GIB)
-    with pytest.raises(EngineError) as caught, explain_out_of_memory("a batch", "lower it", read_memory=lambda: memory):
-        raise error
-    assert str(caught.value) == (
-        "a batch: expected to fit into the GPU's memory, got out of memory: of its 24.0 GiB this process holds 15.0 "
-        "and others 8.0; lower it"
-    )
-
-
-def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="^shapes differ$"), explain_out_of_memory("a batch", "lower it"):
-        raise RuntimeError("shapes differ")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from pipeline.errors import EngineError
 from pipeline.gate.loosening import digest_serving
 from pipeline.products.images import workers
+from pipeline.products.images.rendering import Prompt, make_latents
 from pipeline.products.images.settings import GuidanceStep, VaePrecisionStep
 from pipeline.products.images.steps import STEPS
 from pipeline.records.evaluations import Evaluation
@@ -68,7 +70,20 @@ def test_a_pipeline_that_the_gpu_does_not_hold_is_one_line(monkeypatch: pytest.M
     with pytest.raises(EngineError) as caught:
         workers._load(setup)
     said = str(caught.value)
-    assert said.startswith(
-        "half: its pipeline beside a float32 decoder and CLIP: expected to fit into the GPU's memory"
-    )
+    assert said.startswith("half: its pipeline beside a float32 decoder and CLIP: out of memory: 20.00 MiB needed; ")
     assert "unet_precision" in said and "num_workers" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("CUDA error: unspecified launch failure", RuntimeError),
+        ("CUDA error: out of memory", RuntimeError),
+        ("shapes differ", EngineError),
+    ],
+)
+def test_a_device_that_failed_is_not_a_fault_of_the_prompts(text: str, expected: type[Exception]) -> None:
+    pipe = MagicMock(side_effect=RuntimeError(text))
+    serving = MagicMock(guidance_scale=1.0, guidance_rescale=0.0, guidance_by_category={})
+    with pytest.raises(expected, match=text):
+        make_latents(pipe, [Prompt("a red square", 1)], serving)

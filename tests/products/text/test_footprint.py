@@ -9,7 +9,7 @@ import pytest
 from pipeline.products.text.footprint import count_cache_bytes, count_load_bytes, find_block_linears, max_of_blocks
 from pipeline.running.weight_files import TensorInfo
 
-BYTES = {"F32": 4, "BF16": 2, "I32": 4, "F8_E4M3": 1}
+BYTES = {"F32": 4, "BF16": 2, "I32": 4, "I8": 1, "F8_E4M3": 1}
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 
@@ -38,6 +38,20 @@ def test_packed_weights_count_as_they_unpack_or_as_they_are_stored(bits: int, va
     assert count_load_bytes(tensors, config) == 64 * 32 * values * 2 + rest
     assert count_load_bytes(tensors, config, dtype="float32") == 64 * 32 * values * 4 + rest
     assert count_load_bytes(tensors, config, dtype="float32", keeps_packed=True) == 64 * 32 * 4 + rest
+
+
+def test_old_formats_stay_packed() -> None:
+    tensors = {"a.qweight": tensor(64, 32, dtype="I32"), "a.scales": tensor(64, 2, dtype="BF16")}
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert count_load_bytes(tensors, config, dtype="float32") == 64 * 32 * 4 + 64 * 2 * 2
+
+
+def test_eight_bit_integers_with_a_scale_are_weights_that_are_unpacked() -> None:
+    tensors = {"a.weight": tensor(8, 16, dtype="I8"), "a.weight_scale": tensor(8, 1, dtype="BF16")}
+    other = {"a.weight_zero_point": tensor(8, 1, dtype="I8")}
+    assert count_load_bytes(tensors | other, {}) == 8 * 16 * 2 + 8 * 2 + 8
+    assert count_load_bytes(tensors, {}, dtype="float32") == 8 * 16 * 4 + 8 * 2
+    assert count_load_bytes(tensors, {}, dtype="float32", keeps_packed=True) == 8 * 16 + 8 * 2
 
 
 def test_eight_bit_floats_are_wider_where_nothing_computes_with_them() -> None:

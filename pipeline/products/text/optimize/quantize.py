@@ -33,10 +33,12 @@ from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.records.digests import TEXT_FILES, digest_files
 from pipeline.records.evaluations import Fallback, LayerCoverage
 from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.gpu_failures import explain_gpu_failure
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 
 RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
 
+_REMEDY = "end what else runs on the GPU, or use a larger card"
 _PROBE_TOKENS = 16  # length of the forward pass that proves finite logits
 
 
@@ -89,7 +91,10 @@ def quantize(
     # digested beside the checks: hashing lets other threads run
     with ThreadPoolExecutor(1) as pool:
         digesting = pool.submit(digest_files, destination)
-        coverage = _check_output(destination, samples[0][:_PROBE_TOKENS], source=source, step=step, plan=plan, log=log)
+        with explain_gpu_failure("checking the output", remedy=_REMEDY, error_type=QuantizationError):
+            coverage = _check_output(
+                destination, samples[0][:_PROBE_TOKENS], source=source, step=step, plan=plan, log=log
+            )
         with log.phases.measure("digest"):
             files = digesting.result()
     record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
@@ -147,33 +152,20 @@ def _run(
     samples: list[list[int]],
     destination: Path,
 ) -> None:
-    import torch
-
     with log.phases.measure("import the library"):
         from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
     try:
-        with log.phases.measure("quantise"):
-            run_recipe(model, tokenizer, build_recipe(model, plan, log), samples=samples)
-        with log.phases.measure("save"):
-            save_compressed(model, destination)
-    except torch.OutOfMemoryError as error:
-        raise QuantizationError(
-            f"the GPU has no memory left for quantising ({_describe_card()}); lower calibration.max_tokens, end what "
-            "else runs on the GPU, or use a larger card"
-        ) from error
+        with explain_gpu_failure(
+            "quantising", remedy=f"lower calibration.max_tokens, {_REMEDY}", error_type=QuantizationError
+        ):
+            with log.phases.measure("quantise"):
+                run_recipe(model, tokenizer, build_recipe(model, plan, log), samples=samples)
+            with log.phases.measure("save"):
+                save_compressed(model, destination)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
         message = " ".join(str(error).split())[:300]
         raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
     (destination / "recipe.yaml").unlink(missing_ok=True)
-
-
-def _describe_card() -> str:
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    ours = torch.cuda.memory_reserved()
-    sizes = [f"{size >> 20:,} MiB" for size in (total, ours, total - free - ours)]
-    return f"of {sizes[0]} this process holds {sizes[1]}, others and the driver hold {sizes[2]}"
 
 
 def _forget_model() -> None:

@@ -10,25 +10,10 @@ import pytest
 
 from pipeline.products.text.serving.engines import transformers, vllm
 from pipeline.products.text.serving.engines.engine import ServerLaunch
-from pipeline.products.text.serving.engines.transformers import Place, list_devices, spread
+from pipeline.products.text.serving.engines.transformers import Place, spread
 from pipeline.products.text.settings import ResourceSettings
 from pipeline.records.evaluations import Candidate
 from tests.fakes.synthetic_records import make_candidate
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        (None, ("0", "1", "2")),
-        ("2,0", ("2", "0")),
-        ("GPU-8f1c, MIG-77", ("GPU-8f1c", "MIG-77")),
-        ("1,-1,2", ("1",)),
-        ("", ()),
-        ("-1", ()),
-    ],
-)
-def test_devices_are_those_that_the_environment_lets_through(visible: str | None, names: tuple[str, ...]) -> None:
-    assert list_devices(3, visible) == names
 
 
 def test_servers_take_gpus_in_turn_and_know_how_many_share_one() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -28,12 +27,11 @@ from pipeline.products.text.serving.engines.engine import (
 )
 from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
-from pipeline.running.environment import find_gpus, read_torch_build
+from pipeline.running.environment import VISIBLE, find_gpus, list_visible_gpus, read_torch_build
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.tracing import SUFFIX
 
 PROJECT = Path(__file__).resolve().parents[5]
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.asynccontextmanager
@@ -46,7 +44,9 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     candidate, resources = launch.candidate, launch.resources
     processes: list[ServerProcess] = []
     try:
-        gpus = () if read_torch_build() == "cpu" else list_devices(len(find_gpus()), os.environ.get(VISIBLE))
+        gpus: tuple[str, ...] = ()
+        if read_torch_build() != "cpu":
+            gpus = list_visible_gpus(len(await asyncio.to_thread(find_gpus)), os.environ.get(VISIBLE))
         places = spread(resources.num_servers, gpus, num_engines=launch.num_engines, engine_index=launch.engine_index)
         for index, place in enumerate(places):
             processes.append(
@@ -85,19 +85,6 @@ class Place:
 
     gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: the CPU, or a GPU if torch sees one
     num_sharing: int = 1  # servers there
-
-
-def list_devices(num_gpus: int, visible: str | None) -> tuple[str, ...]:
-    """Return the GPUs that servers may use, as CUDA_VISIBLE_DEVICES names them.
-
-    Args:
-        num_gpus: of the machine.
-        visible: CUDA_VISIBLE_DEVICES, where it is set: indices or UUIDs; what follows "-1" is hidden.
-    """
-    if visible is None:
-        return tuple(str(index) for index in range(num_gpus))
-    names = [name.strip() for name in visible.split(",")]
-    return tuple(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
 
 
 def spread(num_servers: int, gpus: Sequence[str], *, num_engines: int = 1, engine_index: int = 0) -> list[Place]:

@@ -27,7 +27,6 @@ from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import keeper
 from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts, probe_servers
 from pipeline.products.text.serving.engines.processes import ServerProcess, spawn, stop_kept
-from pipeline.products.text.serving.engines.transformers import VISIBLE, list_devices
 from pipeline.products.text.serving.vllm_config import (
     CONFIG_FILE,
     build_config,
@@ -42,7 +41,7 @@ from pipeline.records.digests import digest_checkpoint, digest_files, digest_jso
 from pipeline.records.evaluations import Candidate
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import read_environment
-from pipeline.running.environment import find_gpus, read_hardware
+from pipeline.running.environment import VISIBLE, find_gpus, list_visible_gpus, read_hardware
 from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.hub_names import parse_pinned
 
@@ -136,7 +135,7 @@ def _spawn(launch: ServerLaunch, config: Path, port: int) -> ServerProcess:
     # the rest is on the command line: the file is what a release would be served with
     arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
     if launch.num_engines > 1:
-        gpus = list_devices(len(find_gpus()), environment.get(VISIBLE))
+        gpus = list_visible_gpus(len(find_gpus()), environment.get(VISIBLE))
         variables, shares = divide_gpus(
             gpus, serving.options, num_engines=launch.num_engines, engine_index=launch.engine_index
         )
