@@ -89,7 +89,10 @@ class TextKind:
             evaluate[name] = shared | {"engine": candidate.engine.model_dump(mode="json")}
             evaluate[name] |= {"trace": True} if candidate.trace else {}
         work = product.benchmark.model_dump(mode="json", exclude={"max_slowdown"})  # the limit is the gate's
-        return Inputs(optimize, evaluate, {"work": work, "reference": product.reference})
+        benchmark: Watched = {"work": work, "reference": product.reference}
+        if (kv_cache_gib := product.resources.kv_cache_gib) is not None:
+            benchmark = {**benchmark, "kv_cache_gib": kv_cache_gib}
+        return Inputs(optimize, evaluate, benchmark)
 
     def optimize(self, name: str, product: TextProduct, *, root: Path, build: Path) -> str:
         """Quantise, and check what will be served."""

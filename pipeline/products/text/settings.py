@@ -193,7 +193,10 @@ class ServingSettings(Settings):
 
 
 class ResourceSettings(Settings):
-    """How much of the machine is taken, and how long is waited: no setting changes an answer."""
+    """How much of the machine is taken, and how long is waited: in float32 no setting changes an answer.
+
+    In bfloat16 and float16 another cache, or another number of servers, batches otherwise and may turn a near tie.
+    """
 
     num_servers: int = Field(ge=1, le=64)  # spread over the GPUs that are visible
     kv_cache_gib: float | None = Field(default=None, gt=0)  # of the embedded engine; None: as much as helps and fits

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text import TextKind
+from pipeline.products.text.benchmark.product import _digest_work
 from pipeline.products.text.memory import estimate_needs
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.preflight import check_text
@@ -150,6 +151,18 @@ def test_dvc_sees_the_draft_of_each_candidate_and_of_no_other(project: Path) -> 
     inputs = dict(TextKind().list_inputs(make_params("draft"), project).optimize)
     assert inputs.pop("fast")["draft"] == digest_checkpoint(project / "draft")
     assert inputs and not [name for name, watched in inputs.items() if "draft" in watched]
+
+
+def test_another_cache_is_timed_again_and_evaluated_no_more(project: Path) -> None:
+    """Its size decides which requests wait, and which prefixes are still there."""
+    (project / "evalsets").symlink_to(ROOT / "evalsets")
+    params = make_params("draft")
+    resources = params.resources.model_copy(update={"kv_cache_gib": 0.5})
+    small = params.model_copy(update={"resources": resources})
+    before, after = (TextKind().list_inputs(product, project) for product in (params, small))
+    assert (after.optimize, after.evaluate) == (before.optimize, before.evaluate)
+    assert after.benchmark == {**before.benchmark, "kv_cache_gib": 0.5}
+    assert _digest_work("fast", small, project) != _digest_work("fast", params, project)
 
 
 def test_memory_counts_the_draft_and_no_quantising(project: Path) -> None:

@@ -58,7 +58,7 @@ def _read(path: Path) -> Benchmark | None:
 
 
 def _digest_work(name: str, product: TextProduct, build: Path) -> str:
-    """Return the digest of what is timed: the work, the code, and both sides as they were built and evaluated."""
+    """Return the digest of what is timed: work, cache and code, and both sides as they were built and evaluated."""
     sides = [
         build / folder / side / file
         for side in (product.reference, name)
@@ -67,6 +67,7 @@ def _digest_work(name: str, product: TextProduct, build: Path) -> str:
     return digest_json(
         [
             product.benchmark.build_work().model_dump(mode="json"),
+            product.resources.kv_cache_gib,
             digest_code("benchmark", "text"),
             *(digest_file(path) if path.is_file() else "" for path in sides),
         ]

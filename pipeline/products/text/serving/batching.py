@@ -10,7 +10,7 @@ from pipeline.products.text.serving.sizing import DeviceFacts, EngineSizes, choo
 from pipeline.records.serving import ServingConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configs of mixtures call their number
-_MEMORY_FIELDS = ("num_blocks", "max_memory_percent")  # how much memory was free changes no answer
+_MEMORY_FIELDS = ("num_blocks", "max_memory_percent")  # how much memory was free: see `sizing`
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """How large the embedded engine's batches and its key-value cache are: the device decides, params.yaml may override.
 
 A number that can change an answer is a constant of the kind of device. Free memory decides the size of the cache
-alone: a smaller one changes no answer, so that two starts of one server have one fingerprint.
+alone, so that two starts of one server have one fingerprint. In float32 a smaller one changes no answer. In half
+precision it may turn a near tie, as any other batch may: fewer prefixes are found there, and more requests wait.
 
 Not covered: the memory of weights, and of the activations of one layer.
 """
