@@ -81,6 +81,7 @@ def _check_candidate(
         raise SettingsError(f"{where}.checkpoint: {error}") from None
     if isinstance(candidate.engine, VllmEngine):
         _check_vllm(where, candidate.engine, candidate.speculative)
+        _check_heads(where, candidate.engine.tensor_parallel_size, folder)
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
         if isinstance(step, WeightStep) and step.calibration is not None:
@@ -101,6 +102,17 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
         )
         config["speculative-config"] = build_speculative_config(drafts)
     check_config(config, version=engine.version, where=where)
+
+
+def _check_heads(where: str, num_gpus: int, folder: Path) -> None:
+    """Refuse GPUs among which the attention heads can't be shared evenly: vLLM would, after hours of other work."""
+    config = read_config(folder)
+    heads = (config.get("text_config") or config).get("num_attention_heads")  # of a composite model its text part
+    if isinstance(heads, int) and heads % num_gpus:
+        raise SettingsError(
+            f"{where}.engine.tensor_parallel_size: expected a divisor of the {heads} attention heads of "
+            f"{folder / CONFIG_FILE}, got {num_gpus}"
+        )
 
 
 def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:

@@ -210,6 +210,18 @@ def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: A
     assert refusal(project, path, value).startswith(at + said)
 
 
+@pytest.mark.parametrize(("num_gpus", "is_refused"), [(3, True), (2, False)])
+def test_attention_heads_are_shared_evenly(project: Path, copied: Path, num_gpus: int, is_refused: bool) -> None:
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0", "tensor_parallel_size": num_gpus}
+    candidate = {"checkpoint": str(copied), "steps": [], "engine": engine}
+    if not is_refused:
+        check(project, "candidates//sharded", candidate)
+        return
+    assert refusal(project, "candidates//sharded", candidate).startswith(
+        "candidates.sharded.engine.tensor_parallel_size: expected a divisor of the "
+    )
+
+
 def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:
     packed = write_tiny_llama(tmp_path / "packed")
     config = json.loads((packed / "config.json").read_text())
