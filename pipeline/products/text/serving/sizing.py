@@ -19,6 +19,7 @@ from pipeline.products.text.memory import read_available_mib
 from pipeline.running.environment import count_memory_mib
 
 CACHE_FRACTION = 0.8  # of the memory that is free after loading: the rest is for activations and CUDA graphs
+SLICE_LOGITS = 1 << 27  # elements of logits that scoring has in float32 at a time: 512 MiB
 _GIB = 1 << 30
 
 
@@ -103,7 +104,13 @@ def choose_sizes(
     block_bytes = usual.block_size * cache.token_bytes
     if kv_cache_gib is not None:
         useful = int(kv_cache_gib * _GIB) // block_bytes
-    room = count_room(device, cache, max_batch_tokens=max_batch_tokens, max_forward_tokens=max_forward_tokens)
+    room = count_room(
+        device,
+        cache,
+        max_batch_tokens=max_batch_tokens,
+        max_forward_tokens=max_forward_tokens,
+        context_length=context_length,
+    )
     num_blocks = min(useful, room // usual.block_size)
     if num_blocks < blocks_per_request:
         needed, given = (n * block_bytes / _GIB for n in (blocks_per_request, max(0, num_blocks)))
@@ -121,7 +128,9 @@ def choose_sizes(
     )
 
 
-def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int, max_forward_tokens: int) -> int:
+def count_room(
+    device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int, max_forward_tokens: int, context_length: int
+) -> int:
     """Count the tokens that may be cached, beside all that grows with them.
 
     Args:
@@ -129,10 +138,14 @@ def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int,
         cache: facts of the model.
         max_batch_tokens: new tokens of a forward pass; their logits are kept in float32 as well.
         max_forward_tokens: of a forward pass that scores.
+        context_length: of the longest sequence, which is scored in a pass of its own.
     """
+    scored_tokens = max(max_forward_tokens, context_length)
     # batches that overlap on a GPU have their inputs twice; the library plans a mask of batch by cache on any device
     mask_bytes = (2 if device.kind == "cuda" else 1) * max_batch_tokens * cache.itemsize
-    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + max_forward_tokens * cache.itemsize)
+    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + scored_tokens * cache.itemsize)
+    if device.kind == "cuda":  # a slice of what is scored, in float32, and its exponentials
+        logits_bytes += 2 * 4 * min(SLICE_LOGITS, scored_tokens * cache.vocab_size)
     room = CACHE_FRACTION * device.free_bytes - logits_bytes - max_batch_tokens * mask_bytes
     # a cached token's keys and values, those of one layer as gathered for all heads, its mask, and its places
     gathered = 2 * (cache.page_bytes + cache.query_bytes)
