@@ -97,7 +97,7 @@ def choose_sizes(
     """
     usual, asked = DEVICE_SIZES[device.kind], options or {}
     max_batch_tokens = asked.get("max_batch_tokens", usual.max_batch_tokens)
-    max_forward_tokens = min(usual.max_forward_tokens, max(1, usual.max_logits // cache.vocab_size))
+    max_forward_tokens = count_forward_tokens(device.kind, cache.vocab_size)
     blocks_per_request = (-(-context_length // usual.block_size) + 1) * cache.num_groups
     # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
     useful = 2 * concurrency * blocks_per_request
@@ -126,6 +126,12 @@ def choose_sizes(
         use_cuda_graph=device.kind == "cuda" and asked.get("use_cuda_graph", usual.use_cuda_graph),
         max_forward_tokens=max_forward_tokens,
     )
+
+
+def count_forward_tokens(kind: str, vocab_size: int) -> int:
+    """Count the tokens of a batch that is scored on a kind of device."""
+    usual = DEVICE_SIZES[kind]
+    return min(usual.max_forward_tokens, max(1, usual.max_logits // vocab_size))
 
 
 def count_room(
