@@ -82,7 +82,7 @@ def test_it_is_served_from_the_cache_without_the_hub(hub: FakeHub, tmp_path: Pat
 def test_vllm_gets_the_folders(hub: FakeHub, tmp_path: Path) -> None:
     """It would look for the name of a pinned model on the hub, where there is none of it."""
     candidate = build(tmp_path)
-    folder = str(locate_checkpoint(REFERENCE, tmp_path))
+    folder = str(locate_checkpoint(REFERENCE, tmp_path).relative_to(tmp_path))  # which vLLM is started in
     config = place_models(build_config(candidate, needs_scores=True), tmp_path)
     assert (config["model"], config["speculative-config"]["model"]) == (folder, folder)
     assert config["speculative-config"]["num_speculative_tokens"] == 2

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.products.text.serving import paged_attention, varlen_attention
-from pipeline.products.text.serving.sizing import DeviceFacts, EngineSizes, choose_sizes, read_cache_facts
+from pipeline.products.text.serving.sizing import (
+    DeviceFacts,
+    EngineSizes,
+    choose_sizes,
+    count_forward_tokens,
+    read_cache_facts,
+)
 from pipeline.records.serving import ServingConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configs of mixtures call their number
@@ -18,13 +24,14 @@ class Batching:
     """How one server batches."""
 
     attention: str  # of the model that generates
-    config: Any  # transformers' ContinuousBatchingConfig
+    config: Any  # transformers' ContinuousBatchingConfig; None: requests are answered one by one
     max_forward_tokens: int  # of a batch that is scored
 
     @property
     def facts(self) -> dict[str, Any]:
         """What can change an answer."""
-        plain = {k: v for k, v in vars(self.config).items() if isinstance(v, bool | int | float | str | None)}
+        fields = vars(self.config) if self.config is not None else {}
+        plain = {k: v for k, v in fields.items() if isinstance(v, bool | int | float | str | None)}
         return {
             "attention": self.attention,
             "max_forward_tokens": self.max_forward_tokens,
@@ -47,6 +54,8 @@ def plan_batching(
         EngineError: not even one context fits.
     """
     config = model.config.get_text_config()
+    if not serving.continuous_batching:
+        return Batching(model.config._attn_implementation, None, count_forward_tokens(device.kind, config.vocab_size))
     # which expert gets how many tokens may be read back from the GPU, which no graph can hold
     usual = {"use_cuda_graph": False} if any(getattr(config, name, None) for name in _EXPERTS) else {}
     sizes = choose_sizes(

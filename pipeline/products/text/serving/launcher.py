@@ -77,8 +77,11 @@ async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.s
 
 async def _end_on_failure(server: Server) -> None:
     """End this process when its device or its generation thread has failed: a client that asks again would wait."""
-    while (failure := server.find_failure()) is None:
-        await asyncio.sleep(WATCH_S)
+    try:
+        while (failure := server.find_failure()) is None:
+            await asyncio.sleep(WATCH_S)
+    except Exception as error:  # nobody awaits this task: its error would be lost, and the watch with it
+        failure = f"{server.loaded.name}: looking for failures: {type(error).__name__}: {error}"
     _end(failure)
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from pipeline.products.text.serving.paged_attention import supports
+from pipeline.products.text.serving.sizing import SLICE_LOGITS
 
 MIN_SHARED_TOKENS = 16  # a shorter common prefix does not pay for a mask
 MAX_ROW_TOKENS = 2048  # longest row that several sequences are packed into
-SLICE_LOGITS = 1 << 27  # elements of logits that are in float32 at a time: 512 MiB
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pipeline.products.text.memory import read_available_mib
 from pipeline.running.environment import count_memory_mib
 
 CACHE_FRACTION = 0.8  # of the memory that is free after loading: the rest is for activations and CUDA graphs
+SLICE_LOGITS = 1 << 27  # elements of logits that scoring has in float32 at a time: 512 MiB
 _GIB = 1 << 30
 
 
@@ -96,14 +97,20 @@ def choose_sizes(
     """
     usual, asked = DEVICE_SIZES[device.kind], options or {}
     max_batch_tokens = asked.get("max_batch_tokens", usual.max_batch_tokens)
-    max_forward_tokens = min(usual.max_forward_tokens, max(1, usual.max_logits // cache.vocab_size))
+    max_forward_tokens = count_forward_tokens(device.kind, cache.vocab_size)
     blocks_per_request = (-(-context_length // usual.block_size) + 1) * cache.num_groups
     # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
     useful = 2 * concurrency * blocks_per_request
     block_bytes = usual.block_size * cache.token_bytes
     if kv_cache_gib is not None:
         useful = int(kv_cache_gib * _GIB) // block_bytes
-    room = count_room(device, cache, max_batch_tokens=max_batch_tokens, max_forward_tokens=max_forward_tokens)
+    room = count_room(
+        device,
+        cache,
+        max_batch_tokens=max_batch_tokens,
+        max_forward_tokens=max_forward_tokens,
+        context_length=context_length,
+    )
     num_blocks = min(useful, room // usual.block_size)
     if num_blocks < blocks_per_request:
         needed, given = (n * block_bytes / _GIB for n in (blocks_per_request, max(0, num_blocks)))
@@ -121,7 +128,15 @@ def choose_sizes(
     )
 
 
-def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int, max_forward_tokens: int) -> int:
+def count_forward_tokens(kind: str, vocab_size: int) -> int:
+    """Count the tokens of a batch that is scored on a kind of device."""
+    usual = DEVICE_SIZES[kind]
+    return min(usual.max_forward_tokens, max(1, usual.max_logits // vocab_size))
+
+
+def count_room(
+    device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int, max_forward_tokens: int, context_length: int
+) -> int:
     """Count the tokens that may be cached, beside all that grows with them.
 
     Args:
@@ -129,10 +144,14 @@ def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int,
         cache: facts of the model.
         max_batch_tokens: new tokens of a forward pass; their logits are kept in float32 as well.
         max_forward_tokens: of a forward pass that scores.
+        context_length: of the longest sequence, which is scored in a pass of its own.
     """
+    scored_tokens = max(max_forward_tokens, context_length)
     # batches that overlap on a GPU have their inputs twice; the library plans a mask of batch by cache on any device
     mask_bytes = (2 if device.kind == "cuda" else 1) * max_batch_tokens * cache.itemsize
-    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + max_forward_tokens * cache.itemsize)
+    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + scored_tokens * cache.itemsize)
+    if device.kind == "cuda":  # a slice of what is scored, in float32, and its exponentials
+        logits_bytes += 2 * 4 * min(SLICE_LOGITS, scored_tokens * cache.vocab_size)
     room = CACHE_FRACTION * device.free_bytes - logits_bytes - max_batch_tokens * mask_bytes
     # a cached token's keys and values, those of one layer as gathered for all heads, its mask, and its places
     gathered = 2 * (cache.page_bytes + cache.query_bytes)

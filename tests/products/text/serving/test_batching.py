@@ -24,12 +24,14 @@ def plan(
     config: Any = None,
     has_kernel: bool = True,
     gib: float = 40,
+    is_batched: bool = True,
     **asked: Any,
 ) -> Batching:
     monkeypatch.setattr(varlen_attention, "supports", lambda model: has_kernel)
     config = config or LlamaConfig(attn_implementation="sdpa")
     model = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(kind))
-    return plan_batching(model, ServingConfig(concurrency=8, options=asked), DeviceFacts(kind, int(gib * GIB)))
+    serving = ServingConfig(concurrency=8, continuous_batching=is_batched, options=asked)
+    return plan_batching(model, serving, DeviceFacts(kind, int(gib * GIB)))
 
 
 def test_a_cpu_keeps_its_own_attention_and_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +53,14 @@ def test_a_mixture_of_experts_replays_no_graph_unless_it_is_asked_to(monkeypatch
     mixture = MixtralConfig(attn_implementation="sdpa")
     assert not plan(monkeypatch, "cuda", config=mixture).config.use_cuda_graph
     assert plan(monkeypatch, "cuda", config=mixture, use_cuda_graph=True).config.use_cuda_graph
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_server_that_answers_one_by_one_plans_no_cache(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A cache that is never made must not be refused, nor an attention that never runs be in the fingerprint."""
+    serial, batched = plan(monkeypatch, kind, gib=0.01, is_batched=False), plan(monkeypatch, kind)
+    assert serial.config is None
+    assert serial.facts == {"attention": "sdpa", "max_forward_tokens": batched.max_forward_tokens}
 
 
 def test_the_fingerprint_follows_settings_and_not_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,25 @@ def test_a_cache_is_no_larger_than_is_useful_nor_than_fits() -> None:
     assert choose("cuda", 6, kv_cache_gib=50).num_blocks == scarce.num_blocks
 
 
+def count_other_bytes(kind: str, facts: CacheFacts, **changes: Any) -> float:
+    """Return what is left for logits and masks beside the cache, which takes the rest."""
+    device = DeviceFacts(kind, 20 * GIB)
+    sizes: dict[str, Any] = {"max_batch_tokens": 512, "max_forward_tokens": 4096, "context_length": 1024} | changes
+    mask_bytes = (2 if kind == "cuda" else 1) * sizes["max_batch_tokens"] * facts.itemsize
+    per_token = facts.token_bytes + 2 * (facts.page_bytes + facts.query_bytes) + mask_bytes + 16
+    return 20 * GIB * sizing.CACHE_FRACTION - per_token * sizing.count_room(device, facts, **sizes)
+
+
+def test_scoring_has_room_for_a_slice_in_float32_and_for_one_long_sequence() -> None:
+    slices = 2 * 4 * sizing.SLICE_LOGITS  # the copy, and its exponentials
+    assert count_other_bytes("cuda", LARGE) > 128_256 * (512 * 6 + 4096 * 2) + slices
+    longer = count_other_bytes("cuda", LARGE, context_length=32_768) - count_other_bytes("cuda", LARGE)
+    assert longer == pytest.approx(128_256 * (32_768 - 4096) * 2, rel=1e-3)
+    # no slice holds more than there is
+    assert count_other_bytes("cuda", SMALL) < 0.1 * GIB
+    assert count_other_bytes("cpu", LARGE) < count_other_bytes("cuda", LARGE) - 0.9 * slices
+
+
 def test_free_memory_decides_nothing_that_can_change_an_answer() -> None:
     plenty, scarce = choose("cuda", 60), choose("cuda", 6)
     assert vars(plenty) | {"num_blocks": 0} == vars(scarce) | {"num_blocks": 0}

@@ -101,10 +101,13 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
 
 
 def place_models(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Return a config that names the folders of pinned models: vLLM would look for them under other names."""
+    """Return a config that names the folders of pinned models: vLLM would look for them under other names.
+
+    Like all others they are relative to `root`, the folder that vLLM is started in.
+    """
     placed = dict(config)
     if parse_pinned(str(config.get("model"))):
-        placed["model"] = str(locate_checkpoint(config["model"], root))
+        placed["model"] = str(locate_checkpoint(config["model"], root).relative_to(root))
     if drafts := config.get("speculative-config"):
         placed["speculative-config"] = place_models(drafts, root)
     return placed
