@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.products import KINDS
 from pipeline.products.params import find_owner, load_params
+from pipeline.running.journal import lock_candidate
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
@@ -14,7 +15,8 @@ def main(argv: list[str]) -> int:
     """Build the candidate named on the command line and say what it became."""
     name = read_name(argv, "candidate")
     product = find_owner(load_params(), name, kind=Product)
-    print(f"{name}: {KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)}")
+    with lock_candidate(product.build, name):
+        print(f"{name}: {KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)}")
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import CheckpointError, EvidenceError
 from pipeline.gate.audits import Auditor, P
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
@@ -211,8 +211,20 @@ def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) ->
             f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
             "`dvc repro` so that it is built again"
         )
-    folder = locate_checkpoint(candidate.checkpoint.path, root)
+    folder = locate_judged(candidate.checkpoint.path, root)
     check_files(folder, candidate.checkpoint.digest, candidate.checkpoint.files)
+
+
+def locate_judged(reference: str, root: Path) -> Path:
+    """Return the folder of a checkpoint that was judged; judging downloads nothing.
+
+    Raises:
+        EvidenceError: it is a pinned model that is not on this machine.
+    """
+    try:
+        return locate_checkpoint(reference, root, may_download=False)
+    except CheckpointError as error:
+        raise EvidenceError(str(error)) from None
 
 
 def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:

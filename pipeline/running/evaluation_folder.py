@@ -19,7 +19,7 @@ from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import Facts, fingerprint
 from pipeline.records.record_files import write_record
-from pipeline.running.journal import Journal, lock_journals
+from pipeline.running.journal import Journal, lock_candidate
 from pipeline.settings.base import Eval
 
 
@@ -91,5 +91,5 @@ def make_evaluation(candidate: LocalCandidate, build: Path) -> Iterator[WorkingF
     Raises:
         JournalError: another process evaluates the candidate.
     """
-    with lock_journals(build, candidate.name):
+    with lock_candidate(build, candidate.name):
         yield WorkingFolder(candidate, build)

@@ -36,20 +36,21 @@ _FILES = (
 )
 
 
-def locate_checkpoint(reference: str, root: Path) -> Path:
+def locate_checkpoint(reference: str, root: Path, *, may_download: bool = True) -> Path:
     """Return the folder of a checkpoint; a pinned model is linked there, and downloaded where the cache lacks it.
 
     Args:
         reference: a folder, or `hf://ORG/NAME@REVISION`.
         root: project root, which a folder is relative to.
+        may_download: else a model that the cache lacks is refused.
 
     Raises:
-        CheckpointError: the model can't be downloaded.
+        CheckpointError: the model can't be downloaded, or may not be.
     """
     pinned = parse_pinned(reference)
     if pinned is None:
         return root / reference
-    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     try:
@@ -59,6 +60,11 @@ def locate_checkpoint(reference: str, root: Path) -> Path:
             pinned.repository, revision=pinned.revision, allow_patterns=list(_FILES), local_files_only=True
         )
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+        if not may_download:
+            raise CheckpointError(
+                f"{reference}: expected all of its files in the cache {constants.HF_HUB_CACHE}, found none or a part; "
+                "run `dvc repro`, whose stage env downloads it"
+            ) from None
         snapshot = _download(pinned)
     return _link(Path(snapshot), root / LINKS / f"{pinned.repository.replace('/', '--')}@{pinned.revision}")
 
@@ -90,7 +96,7 @@ def _download(pinned: PinnedModel) -> str:
         disable_progress_bars()
     try:
         return str(snapshot_download(pinned.repository, revision=pinned.revision, allow_patterns=list(_FILES)))
-    except Exception as error:  # those of its HTTP client among them, which have no class in common with its own
+    except Exception as error:  # errors of its HTTP client too, which share no class with its own
         raise CheckpointError(
             f"{name}: expected the model at {constants.ENDPOINT}, as the cache "
             f"{constants.HF_HUB_CACHE} does not have all of it; {_explain(error)}"

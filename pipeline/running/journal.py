@@ -31,11 +31,11 @@ SYNC_EVERY = 64  # cases between syncs to disk
 
 
 @contextlib.contextmanager
-def lock_journals(build: Path, candidate: str) -> Iterator[None]:
-    """Keep a candidate's journals for this process alone: two would write into one file and one evaluation folder.
+def lock_candidate(build: Path, candidate: str) -> Iterator[None]:
+    """Keep a candidate's folders and journals for this process alone: two would write into the same ones.
 
     Raises:
-        JournalError: another process evaluates the candidate.
+        JournalError: another process builds or evaluates the candidate.
     """
     path = build / "journal" / f"{candidate}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def lock_journals(build: Path, candidate: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise JournalError(
-            f"{path}: expected one evaluation of {candidate!r} at a time, another one runs; wait for it or end it"
+            f"{path}: expected one process to work on {candidate!r} at a time, another one does; wait for it or end it"
         ) from None
     try:
         yield

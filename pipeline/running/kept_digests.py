@@ -2,7 +2,8 @@
 
 A file counts as unchanged where path, size, inode and both of its times are those that it was read with. Records don't
 rest on this: `optimize`, the servers and the gate read every byte. The digests are kept in build/env/digests.json,
-which is safe to delete. Not covered: two processes that write it at once, of which one has its files read again.
+which is safe to delete. Not covered: two processes that write it at once. The files of
+one are then read again.
 """
 
 from __future__ import annotations

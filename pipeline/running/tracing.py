@@ -4,7 +4,8 @@ A candidate with `trace: true` is traced when its evaluation is done, on a few r
 one file a process, under `traces/` of the evaluation folder. Neither the gate nor a release knows of them. A trace
 that can't be made is a line on stderr and costs no result.
 
-Whoever traces asks for a few steps. A file above MAX_TRACE_MIB is not kept: no viewer opens it.
+Whoever traces asks for a few steps. A file of ours above MAX_TRACE_MIB is not kept: no viewer opens it. Those that vLLM
+writes are not measured.
 
 Source: torch.profiler, https://docs.pytorch.org/docs/stable/profiler.html
 """

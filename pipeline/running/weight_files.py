@@ -42,8 +42,13 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of all safetensors files of a checkpoint, sharded or not.
 
     Raises:
-        CheckpointError: pickle weights only, no weights, or a damaged or missing file.
+        CheckpointError: pickle weights only, no weights, both a whole file and an index, or a damaged or missing file.
     """
+    if (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: expected {WEIGHTS_FILE} or {INDEX_FILE}, found both, and engines differ in which one they "
+            "load; remove one with its files"
+        )
     if (folder / WEIGHTS_FILE).is_file():
         return read_header(folder / WEIGHTS_FILE)
     if (folder / INDEX_FILE).is_file():

@@ -9,7 +9,8 @@ import re
 from typing import NamedTuple
 
 SCHEME = "hf://"
-_PINNED = re.compile(r"hf://(\w[\w.-]*/\w[\w.-]*)@([0-9a-f]{40})", re.ASCII)
+_NAME = r"\w(?:[\w.-]*\w)?"  # as the hub has it, which takes no two dashes or dots in a row
+_PINNED = re.compile(rf"hf://(?!\S*(?:--|\.\.))({_NAME}/{_NAME})@([0-9a-f]{{40}})", re.ASCII)
 
 
 class PinnedModel(NamedTuple):

@@ -456,13 +456,17 @@ def test_the_totals_of_a_vllm_that_counts_no_drafts_by_request_will_do(tmp_path:
         rewrite_records(build, "a", name, lambda records: [r.model_copy(update={"speculation": None}) for r in records])
     said = judge_speculation(build)[0]
     assert "the evaluation's sum differs" in list_said(said)[0], "the embedded engine counts every request"
+    serving = ServingConfig(engine="vllm", version="0.26.0", speculative=SPECULATIVE)
     evidence: Any = SimpleNamespace(
-        candidate=SimpleNamespace(name="a", serving=SimpleNamespace(engine="vllm", speculative=SPECULATIVE)),
+        candidate=SimpleNamespace(name="a", serving=serving),
         evaluation=SimpleNamespace(speculation=COUNTS),
         records={},
         problems=[],
     )
     assert check_speculation(evidence) == []
+    # a release that counts by request has no sum to fall back on
+    evidence.candidate.serving = serving.model_copy(update={"version": "0.32.0"})
+    assert "the evaluation's sum differs from what its records counted" in check_speculation(evidence)[0]
 
 
 def test_drafts_that_only_some_answers_counted_are_refused(tmp_path: Path) -> None:

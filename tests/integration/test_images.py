@@ -366,7 +366,7 @@ def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, mo
 
 
 @contextlib.contextmanager
-def start_here(load: Any, setup: Any, _num_workers: int, *, died: str) -> Iterator[ThreadPoolExecutor]:
+def start_here(load: Any, setup: Any, _num_workers: int, **_texts: str) -> Iterator[ThreadPoolExecutor]:
     """Stand in for processes: load and work in a thread of this one."""
     with (
         mock.patch.object(worker_pool, "_place", [0]),
@@ -427,7 +427,7 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
     with FileLock(folder / "journal/shots.lock"), pytest.raises(JournalError) as refused:
         evaluate_images(read_image_candidate(folder, "shots", product), product, root=project, build=folder)
     said = str(refused.value)
-    assert "shots.lock: expected one evaluation of 'shots' at a time, another one runs; wait" in said
+    assert "shots.lock: expected one process to work on 'shots' at a time, another one does; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.shots.new").exists()
 
 

@@ -100,7 +100,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate without other processes, which take seconds to start."""
 
     @contextmanager
-    def start(load: Callable[[Any], Any], order: Any, _num: int, *, died: str) -> Iterator[Here]:
+    def start(load: Callable[[Any], Any], order: Any, _num: int, **_texts: str) -> Iterator[Here]:
         monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
         yield Here()
 
@@ -207,7 +207,7 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
     with FileLock(folder / "journal/squares.lock"), pytest.raises(JournalError) as refused:
         evaluate(project, product, "squares")
     said = str(refused.value)
-    assert "squares.lock: expected one evaluation of 'squares' at a time, another one runs; wait" in said
+    assert "squares.lock: expected one process to work on 'squares' at a time, another one does; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
 
 

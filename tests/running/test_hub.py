@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, EvidenceError
+from pipeline.gate.checks import locate_judged
 from pipeline.records.digests import digest_checkpoint
 from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.hub_names import find_unpinned, parse_pinned
@@ -135,6 +136,14 @@ def test_a_hub_that_is_gone_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
     assert "check the network and HF_ENDPOINT" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_judging_downloads_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match="run `dvc repro`, whose stage env downloads it"):
+        locate_judged(REFERENCE, tmp_path)
+    assert hub.requests == []
+    folder = locate_checkpoint(REFERENCE, tmp_path)
+    assert locate_judged(REFERENCE, tmp_path) == folder
+
+
 def test_offline_asks_nobody(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the model in the cache nothing is missing; without it one line says which variable forbids the download."""
     from huggingface_hub import close_session, constants
@@ -162,6 +171,9 @@ def test_offline_asks_nobody(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.M
         f"hf://tiny@{REVISION}",
         f"hf://{REPOSITORY}@{REVISION.upper()}",
         f"hf://{REPOSITORY}/sub@{REVISION}",
+        f"hf://a/b--c@{REVISION}",
+        f"hf://a/b..c@{REVISION}",
+        f"hf://a/b.@{REVISION}",
         "hf://",
     ],
 )

@@ -49,3 +49,11 @@ def test_a_tensor_is_read_by_its_name_from_the_shard_that_has_it(tmp_path: Path)
     with open_weights(tmp_path) as read:
         assert {name: read(name).tolist() for name in tensors} == {"b": [1, 1], "a": [0, 0, 0]}
     assert {name: tensor.tolist() for name, tensor in iterate_weights(tmp_path)} == {"b": [1, 1], "a": [0, 0, 0]}
+
+
+def test_a_whole_file_beside_an_index_is_refused(tmp_path: Path) -> None:
+    """An engine that follows the index would serve other weights than those that were checked."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="found both"):
+        list(iterate_weights(tmp_path))

@@ -27,7 +27,7 @@ def run_channels_last(
     """Measure each part and keep the format where it pays; the record holds the measurements.
 
     Args:
-        folder: the candidate's own copy.
+        folder: of the pipeline; it is only read.
         serving: so far: number formats count.
         step: the parts.
         prompts: one batch of them is rendered.

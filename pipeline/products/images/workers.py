@@ -97,6 +97,7 @@ def read_facts() -> dict[str, Any]:
 def _load(setup: RenderSetup) -> Loaded:
     import torch
 
+    torch.backends.cudnn.allow_tf32 = False  # the decode in float32 is what others are compared with
     gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if gpu is not None:
         torch.cuda.set_device(gpu)

@@ -26,6 +26,7 @@ from pipeline.products.text.memory import read_available_mib
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.environment import count_memory_mib
+from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
 from pipeline.settings.hub_names import parse_pinned
 
@@ -158,7 +159,8 @@ def check_tied_head(folder: Path) -> None:
     names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _TOKEN_EMBEDDINGS]
     if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
         return
-    if not bool((read_tensor(folder, tensors[_HEAD], _HEAD) == read_tensor(folder, tensors[names[0]], names[0])).all()):
+    head, embedding = (read_tensor(folder, tensors[name], name) for name in (_HEAD, names[0]))
+    if not head.equal(embedding):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as it is true, "
             "found other values: engines differ in which one they use; set it to false, or remove the tensor"
@@ -267,6 +269,8 @@ def load_model(folder: Path, *, dtype: str, device: str | None = None) -> Any:
                 ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
             )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        if problem := describe_gpu_failure(error, remedy="use a smaller dtype or a larger machine"):
+            raise CheckpointError(f"{folder}: while it was loaded: {problem}") from error
         raise CheckpointError(f"{folder}: transformers can't load it: {_one_line(error)}") from error
     for problem in ("missing", "mismatched", "unexpected"):
         # transformers fills missing tensors with random numbers and only logs it

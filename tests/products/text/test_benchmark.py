@@ -71,7 +71,11 @@ class World:
         return asyncio.run(work)
 
     @contextlib.asynccontextmanager
-    async def start(self, candidate: Candidate, *_: Any, **__: Any) -> AsyncIterator[tuple[Any, Client]]:
+    async def start(
+        self, candidate: Candidate, *_: Any, num_engines: int, engine_index: int, **__: Any
+    ) -> AsyncIterator[tuple[Any, Client]]:
+        # two servers of two engines: where there are two GPUs, each has one
+        assert (num_engines, engine_index) == (2, int(candidate.name == "a"))
         changes = self.changes if (candidate.name == "a") == (self.changed_side == "candidate") else {}
 
         async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

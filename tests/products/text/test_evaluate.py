@@ -160,7 +160,7 @@ def test_two_runs_do_not_write_into_one_journal(tmp_path: Path, endpoint: FakeEn
     (tmp_path / "build/agent/journal").mkdir(parents=True)
     with (
         FileLock(tmp_path / "build/agent/journal/a.lock"),
-        pytest.raises(JournalError, match="one evaluation of 'a' at a"),
+        pytest.raises(JournalError, match="one process to work on 'a' at a"),
     ):
         run(tmp_path)
     assert not endpoint.asked

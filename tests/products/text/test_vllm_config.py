@@ -15,8 +15,9 @@ from pipeline.errors import SettingsError
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.engines import vllm
+from pipeline.products.text.serving.engines.engine import ServerLaunch
 from pipeline.products.text.serving.vllm_config import build_config, check_config, check_options, render_config
-from pipeline.products.text.settings import TextProduct, VllmEngine
+from pipeline.products.text.settings import ResourceSettings, TextProduct, VllmEngine
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
@@ -157,8 +158,10 @@ def test_a_place_for_traces_is_on_the_command_line_and_not_in_the_file_that_a_re
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(vllm, "spawn", lambda command, **_: commands.append(command))
+    resources = ResourceSettings(num_servers=1, request_timeout_s=1, start_timeout_s=1)
     for traces in (None, tmp_path / "traces"):
-        vllm._spawn(make(), tmp_path, tmp_path / "vllm.yaml", 8000, tmp_path / "log", traces=traces)
+        launch = ServerLaunch(make(), resources, {}, tmp_path, tmp_path, traces=traces)
+        vllm._spawn(launch, tmp_path / "vllm.yaml", 8000)
     plain, traced = commands
     option, profiler = traced[len(plain) :]
     assert traced[: len(plain)] == plain and option == "--profiler-config"

@@ -31,6 +31,8 @@ from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.running.environment import read_machine
 
+_ROLES = ("reference", "candidate")
+
 
 async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: Path) -> Benchmark:
     """Benchmark one candidate.
@@ -56,7 +58,7 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     )
     reference, candidate = (
         _serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
-        for side, role in zip(pair, ("reference", "candidate"), strict=True)
+        for side, role in zip(pair, _ROLES, strict=True)
     )
     try:
         async with reference as (ours, client), candidate as (theirs, _):
@@ -116,7 +118,15 @@ async def _serve(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s),
     )
-    starting = start_engine(candidate, resources, evals=product.evals, root=root, logs=logs, num_engines=2)
+    starting = start_engine(
+        candidate,
+        resources,
+        evals=product.evals,
+        root=root,
+        logs=logs,
+        num_engines=len(_ROLES),
+        engine_index=_ROLES.index(role),
+    )
     async with http, starting as (engine, client):
         if engine.fingerprint != evaluation.fingerprint:
             raise UnequalWorkError(

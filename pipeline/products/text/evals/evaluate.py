@@ -46,7 +46,7 @@ from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 from pipeline.running.hub import locate_checkpoint
-from pipeline.running.journal import Journal, lock_journals
+from pipeline.running.journal import Journal, lock_candidate
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
@@ -99,7 +99,7 @@ async def evaluate_candidate(
         EvidenceError: cases could not be judged; those that could are journaled.
         JournalError: another process evaluates the candidate.
     """
-    with lock_journals(build, candidate.name):
+    with lock_candidate(build, candidate.name):
         return await _evaluate(candidate, product, watches or {}, root=root, build=build)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings
-from pipeline.gate.checks import check_checkpoint, check_files
+from pipeline.gate.checks import check_checkpoint, check_files, locate_judged
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import list_slow_cells
 from pipeline.products.text.findings.canary import (
@@ -31,7 +31,6 @@ from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate
 from pipeline.records.verdicts import Comparison, Metric
-from pipeline.running.hub import locate_checkpoint
 
 
 class TextAuditor(Auditor[TextProduct]):
@@ -48,7 +47,7 @@ class TextAuditor(Auditor[TextProduct]):
         check_checkpoint(candidate, product, root)
         drafts = candidate.serving.speculative
         if drafts and drafts.draft_path and drafts.draft_digest:
-            check_files(locate_checkpoint(drafts.draft_path, root), drafts.draft_digest, {})
+            check_files(locate_judged(drafts.draft_path, root), drafts.draft_digest, {})
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: TextProduct) -> None:
         """Add what one candidate's records say of its endpoint."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pipeline.gate.pairing import Evidence
+from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
 
@@ -33,8 +35,10 @@ def check_speculation(evidence: Evidence) -> list[str]:
         return []
     where = f"speculation of {evidence.candidate.name}"
     recorded = sum_speculation(r.speculation for records in evidence.records.values() for r in records)
+    serving = evidence.candidate.serving
     # older releases of vLLM count over all requests, and not by request
-    is_total = recorded is None and counts is not None and evidence.candidate.serving.engine == "vllm"
+    is_old = isinstance(serving, ServingConfig) and not counts_by_request(str(serving.version))
+    is_total = is_old and serving.engine == "vllm" and recorded is None and counts is not None
     if not evidence.problems and not is_total and recorded != counts:
         return [
             f"{where}: the evaluation's sum differs from what its records counted; run `dvc repro` to evaluate it again"

@@ -67,7 +67,7 @@ def _find_experts(config: Mapping[str, Any], tensors: Iterable[str]) -> str | No
     """Name the setting or the tensor that shows a mixture of experts; None: there is none."""
     for part in (config, config.get("text_config") or {}):  # of a composite model
         for key, value in part.items():
-            if "experts" in key and isinstance(value, int) and value > 1:
+            if "experts" in key and "per_tok" not in key and isinstance(value, int) and value > 1:
                 return f"{key} {value}"
     return next((repr(name) for name in tensors if ".experts." in name), None)
 

@@ -81,9 +81,15 @@ def load_candidate(
     torch.set_float32_matmul_precision("highest")  # TF32 would keep 10 bits of float32's 23
     checkpoint = read_checkpoint(folder, root=folder.parent)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        check_room(folder, estimate_load_bytes(folder, dtype=asked.dtype), read_device(kind, num_sharing))
-    model = load_model(folder, dtype=asked.dtype).to(kind)
+    device = "cuda:0" if kind == "cuda" else None  # a server sees its own GPU alone
+    if device is not None:
+        check_room(
+            folder,
+            estimate_load_bytes(folder, dtype=asked.dtype),
+            read_device(kind, num_sharing),
+            draft_bytes=estimate_load_bytes(draft_folder, dtype=asked.dtype) if draft_folder else 0,
+        )
+    model = load_model(folder, dtype=asked.dtype, device=device)
     check_context(model.config, asked.context_length)
     _set_attention(model, asked.attention)
     tokenizer = load_tokenizer(folder)
@@ -95,7 +101,7 @@ def load_candidate(
         remove_offload(model)
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
-    draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
+    draft = _load_draft(draft_folder, asked, tokenizer, device=device) if draft_folder else None
     serving = asked.model_copy(
         update={
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -131,10 +137,10 @@ def _set_attention(model: Any, attention: str) -> None:
         ) from None
 
 
-def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
+def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any, *, device: str | None) -> Any:
     from pipeline.products.text.serving.packed_linear import pack_linear_layers
 
-    draft = load_model(folder, dtype=asked.dtype)
+    draft = load_model(folder, dtype=asked.dtype, device=device)
     _set_attention(draft, asked.attention)
     draft.generation_config = greedy_config(draft, tokenizer)
     pack_linear_layers([draft])

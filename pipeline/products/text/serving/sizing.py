@@ -138,17 +138,24 @@ def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int,
     return int(room / (cache.token_bytes + gathered + mask_bytes + 16 * cache.num_groups))
 
 
-def check_room(folder: Path, num_bytes: int, device: DeviceFacts) -> None:
+def check_room(folder: Path, num_bytes: int, device: DeviceFacts, *, draft_bytes: int = 0) -> None:
     """Refuse weights that a GPU has no room for, before they are loaded.
+
+    Args:
+        folder: the checkpoint.
+        num_bytes: of its weights.
+        device: of the server.
+        draft_bytes: of the weights of its draft; 0: it has none.
 
     Raises:
         EngineError: with what would help.
     """
-    if num_bytes > device.free_bytes:
+    if num_bytes + draft_bytes > device.free_bytes:
+        draft = " and its draft's" if draft_bytes else ""
         raise EngineError(
-            f"{folder}: expected {num_bytes / _GIB:.1f} GiB free on the GPU for its weights, got "
-            f"{device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it by "
-            "vLLM over several GPUs"
+            f"{folder}: expected {(num_bytes + draft_bytes) / _GIB:.1f} GiB free on the GPU for its weights{draft}, "
+            f"got {device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it "
+            "by vLLM over several GPUs"
         )
 
 

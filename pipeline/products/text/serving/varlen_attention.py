@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pipeline.running.gpu_failures import describe_gpu_failure
+
 NAME = "paged|varlen"
 MAX_HEAD_DIM = 256  # of the flash kernel
 _MIN_CAPABILITY = (8, 0)
@@ -29,7 +31,7 @@ def supports(model: Any) -> bool:
     if model.device.type != "cuda" or model.dtype not in _TOLERANCE:
         return False
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = _read_head_dim(config)
     # no kernel caps scores, or knows keys and values of different width
     plain = not getattr(config, "attn_logit_softcapping", None) and not getattr(config, "kv_lora_rank", None)
     fits = head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
@@ -118,8 +120,14 @@ def attend_packed(
 
 
 def is_right(model: Any) -> bool:
-    """Return whether the kernel gives what plain attention gives, on this device and in this precision."""
-    heads, key_heads, head_dim = 4, 2, 64
+    """Return whether the kernel gives what plain attention gives: on this device, in this precision, for these heads.
+
+    Raises:
+        RuntimeError: the device has no memory left or failed, which says nothing about the kernel.
+    """
+    config = model.config.get_text_config()
+    heads, head_dim = config.num_attention_heads, _read_head_dim(config)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     generator = torch.Generator().manual_seed(0)
 
     def draw(tokens: int, heads: int) -> torch.Tensor:
@@ -131,10 +139,16 @@ def is_right(model: Any) -> bool:
         output = attend_packed(
             query, key, value, (starts[0], starts[1]), (max(_QUERY_LENGTHS), max(_KEY_LENGTHS)), scaling=None
         )
-    except (AttributeError, RuntimeError, TypeError):  # not in this build, or with other arguments
+    except (AttributeError, RuntimeError, TypeError) as error:  # not in this build, or with other arguments
+        if describe_gpu_failure(error, remedy=""):
+            raise
         return False
     expected = attend_plainly(query.float(), key.float(), value.float(), (starts[0].tolist(), starts[1].tolist()))
     return bool((output.float() - expected).abs().max() <= _TOLERANCE[model.dtype] * expected.abs().max())
+
+
+def _read_head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def attend_plainly(

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
 
 from pipeline.products.text.checkpoints import load_model
 from pipeline.products.text.serving import varlen_attention
 from tests.fakes.tiny_llama import write_tiny_llama
+
+
+def make_model(**heads: Any) -> Any:
+    return SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=LlamaConfig(**heads))
 
 
 def run_plainly(
@@ -69,11 +74,42 @@ def test_a_build_without_the_kernel_keeps_the_librarys_attention(
     def fail(*_: Any, **__: Any) -> torch.Tensor:
         raise error
 
-    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    model = make_model()
     monkeypatch.setattr(varlen_attention, "attend_packed", run_plainly)
     assert varlen_attention.is_right(model)
     monkeypatch.setattr(varlen_attention, "attend_packed", fail)
     assert not varlen_attention.is_right(model)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory. Tried to allocate 2.00 MiB.", "CUDA error: an illegal memory access"]
+)
+def test_a_card_that_fails_does_not_change_the_attention_in_silence(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Another start on the same card would have another fingerprint."""
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(varlen_attention, "attend_packed", fail)
+    with pytest.raises(RuntimeError, match=text[:10]):
+        varlen_attention.is_right(make_model())
+
+
+def test_the_kernel_is_checked_with_the_models_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def note(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        shapes.append((query.shape[1:], key.shape[1:]))
+        return run_plainly(query, key, *rest, **options)
+
+    monkeypatch.setattr(varlen_attention, "attend_packed", note)
+    assert varlen_attention.is_right(
+        make_model(hidden_size=768, num_attention_heads=12, num_key_value_heads=4, head_dim=128)
+    )
+    assert varlen_attention.is_right(
+        make_model(num_attention_heads=6, num_key_value_heads=6, hidden_size=192, head_dim=None)
+    )
+    assert shapes == [((12, 128), (4, 128)), ((6, 32), (6, 32))]
 
 
 def test_a_kernel_that_sees_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +118,7 @@ def test_a_kernel_that_sees_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch)
         return varlen_attention.attend_plainly(query, key, value, tokens)
 
     monkeypatch.setattr(varlen_attention, "attend_packed", see_all)
-    assert not varlen_attention.is_right(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
+    assert not varlen_attention.is_right(make_model())
 
 
 def test_a_model_on_a_cpu_has_another_attention() -> None:

@@ -37,6 +37,7 @@ class ServerLaunch:
         host: address to listen at.
         port: to listen at; None: a free one. With several servers it has to be None.
         num_engines: of ours that run on this machine at once, this one included.
+        engine_index: of this one among them: where there are GPUs enough, each has its own.
         traces: folder that a server writes a trace to when it is asked for one; None: it is not asked.
     """
 
@@ -48,6 +49,7 @@ class ServerLaunch:
     host: str = LOCAL
     port: int | None = None
     num_engines: int = 1
+    engine_index: int = 0
     traces: Path | None = None
 
     @property

@@ -31,6 +31,7 @@ async def start_engine(
     host: str = LOCAL,
     port: int | None = None,
     num_engines: int = 1,
+    engine_index: int = 0,
     traces: Path | None = None,
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
@@ -44,13 +45,14 @@ async def start_engine(
         host: address that a server of ours listens at.
         port: that it listens at, where there is one server; None: a free one.
         num_engines: that run on this machine at once: they share its memory.
+        engine_index: of this one among them: where there are GPUs enough, each has its own.
         traces: folder for traces of its servers; None: none is made.
 
     Raises:
         EngineError: a server did not come up, does not answer, is not what was asked for, or does not
             give what an eval needs.
     """
-    launch = ServerLaunch(candidate, resources, evals, root, logs, host, port, num_engines, traces)
+    launch = ServerLaunch(candidate, resources, evals, root, logs, host, port, num_engines, engine_index, traces)
     async with (
         ENGINES[candidate.serving.engine](launch) as engine,
         engine.connect(resources, concurrency=candidate.serving.concurrency) as client,

@@ -47,7 +47,8 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         gpus: tuple[str, ...] = ()
         if read_torch_build() != "cpu":
             gpus = list_visible_gpus(len(await asyncio.to_thread(find_gpus)), os.environ.get(VISIBLE))
-        for index, place in enumerate(spread(resources.num_servers, gpus, num_engines=launch.num_engines)):
+        places = spread(resources.num_servers, gpus, num_engines=launch.num_engines, engine_index=launch.engine_index)
+        for index, place in enumerate(places):
             processes.append(
                 _spawn(
                     candidate,
@@ -86,18 +87,20 @@ class Place:
     num_sharing: int = 1  # servers there
 
 
-def spread(num_servers: int, gpus: Sequence[str], *, num_engines: int = 1) -> list[Place]:
+def spread(num_servers: int, gpus: Sequence[str], *, num_engines: int = 1, engine_index: int = 0) -> list[Place]:
     """Give each server a GPU in turn; without one, all of them share the CPU.
 
     Args:
         num_servers: of one engine.
         gpus: names of those that may be used.
-        num_engines: with as many servers in the same places.
+        num_engines: with as many servers each; the servers of the next one follow on the next GPUs.
+        engine_index: of this engine among them.
     """
     if not gpus:
         return [Place(num_sharing=num_servers * num_engines)] * num_servers
-    names = [gpus[index % len(gpus)] for index in range(num_servers)]
-    return [Place(name, names.count(name) * num_engines) for name in names]
+    names = [gpus[index % len(gpus)] for index in range(num_servers * num_engines)]
+    first = engine_index * num_servers
+    return [Place(name, names.count(name)) for name in names[first : first + num_servers]]
 
 
 def _spawn(

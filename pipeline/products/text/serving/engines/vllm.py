@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ from pipeline.records.digests import digest_checkpoint, digest_files, digest_jso
 from pipeline.records.evaluations import Candidate
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import read_environment
-from pipeline.running.environment import read_hardware
+from pipeline.running.environment import VISIBLE, find_gpus, list_visible_gpus, read_hardware
 from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.hub_names import parse_pinned
 
 STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
 POLL_S = 0.5
 _MAX_SCRIPT_BYTES = 1 << 20
+_MEMORY_OPTION, _MEMORY_FRACTION = "gpu-memory-utilization", 0.9  # vLLM's default: of each GPU, whoever else is there
 _SIZES = {
     "tensor-parallel-size": "parallel_config.tensor_parallel_size",
     "data-parallel-size": "parallel_config.data_parallel_size",
@@ -77,7 +79,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
     path = launch.logs / CONFIG_FILE
     write_text(path, render_config(config))
-    process = _spawn(candidate, launch.root, path, port, launch.logs / "server-0.log", traces=launch.traces)
+    process = _spawn(launch, path, port)
     try:
         url = launch.url(port)
         facts = await _wait(process, url, launch) | {"checkpoint": checkpoint}
@@ -108,18 +110,43 @@ def place_models(config: dict[str, Any], root: Path) -> dict[str, Any]:
     return placed
 
 
-def _spawn(
-    candidate: Candidate, root: Path, config: Path, port: int, log: Path, *, traces: Path | None
-) -> ServerProcess:
-    serving = candidate.serving
-    arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
-    if traces is not None:  # on the command line: the file is what a release would be served with
-        arguments += ["--profiler-config", json.dumps(_PROFILER | {"torch_profiler_dir": str(traces.resolve())})]
+def divide_gpus(
+    gpus: Sequence[str], options: Mapping[str, Any], *, num_engines: int, engine_index: int
+) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and arguments by which several engines have GPUs of their own, or share them.
+
+    Args:
+        gpus: names of those that may be used.
+        options: of this vLLM.
+        num_engines: that run on this machine at once, each on as many GPUs.
+        engine_index: of this one among them.
+    """
+    size = math.prod(int(options.get(f"{kind}-parallel-size", 1)) for kind in ("tensor", "pipeline", "data"))
+    if num_engines * size <= len(gpus):
+        return {VISIBLE: ",".join(gpus[engine_index * size : (engine_index + 1) * size])}, []
+    if not gpus or _MEMORY_OPTION in options:
+        return {}, []
+    return {}, [f"--{_MEMORY_OPTION}", f"{_MEMORY_FRACTION / num_engines:.3g}"]
+
+
+def _spawn(launch: ServerLaunch, config: Path, port: int) -> ServerProcess:
+    serving, traces = launch.candidate.serving, launch.traces
     environment = os.environ | _ENVIRONMENT | serving.environment
+    # the rest is on the command line: the file is what a release would be served with
+    arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
+    if launch.num_engines > 1:
+        gpus = list_visible_gpus(len(find_gpus()), environment.get(VISIBLE))
+        variables, shares = divide_gpus(
+            gpus, serving.options, num_engines=launch.num_engines, engine_index=launch.engine_index
+        )
+        environment, arguments = environment | variables, arguments + shares
+    if traces is not None:
+        arguments += ["--profiler-config", json.dumps(_PROFILER | {"torch_profiler_dir": str(traces.resolve())})]
     if KERNEL_REPORT_OPTION in serving.options:
         folders = [str(Path(quantgate_kernels.__file__).parent), environment.get("PYTHONPATH", "")]
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    return spawn([sys.executable, keeper.__file__, *arguments], folder=root, environment=environment, log=log)
+    command = [sys.executable, keeper.__file__, *arguments]
+    return spawn(command, folder=launch.root, environment=environment, log=launch.logs / "server-0.log")
 
 
 async def _wait(process: ServerProcess, url: str, launch: ServerLaunch) -> dict[str, Any]:
