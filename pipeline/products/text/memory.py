@@ -41,6 +41,7 @@ from pipeline.running.weight_files import TensorInfo, read_tensors
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
 _CONTEXT_MIB = 600  # on the GPU, before the first tensor
+_SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
 
@@ -165,8 +166,8 @@ def _plan_timing(
     name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: Mapping[str, int]
 ) -> list[MemoryNeed]:
     """Plan one server of the reference beside one of a candidate; nothing where each has a place of its own."""
-    rows = []
-    for side in (product.candidates[product.reference], candidate):
+    sides, rows = (product.candidates[product.reference], candidate), []
+    for side in sides:
         weights, cache = _count_served_bytes(side, product, root)
         rows.append((weights, cache, *_read_parallelism(side)))
     counts = (num_cards[product.reference], num_cards[name])
@@ -177,9 +178,10 @@ def _plan_timing(
         other = sum(_PROCESS_MIB * _MIB + weights / 4 + cache for weights, cache, *_ in rows)
     elif 2 * max(parts * copies for *_, parts, copies in rows) > min(counts) > 0:
         place, remedy = "GPU", f"{without}, or use a larger card or a second one"
-        # each may take half of a card, so that the larger one decides
-        heavy = 2 * max(weights / parts for weights, _, parts, _ in rows)
-        other = 2 * max(_CONTEXT_MIB * _MIB + cache / parts for _, cache, parts, _ in rows)
+        pairs = [(weights / parts, _CONTEXT_MIB * _MIB + cache / parts) for weights, cache, parts, _ in rows]
+        if not any(isinstance(side.engine, VllmEngine) and _SHARE in side.engine.options for side in sides):
+            pairs = [max(pairs)] * 2  # each may take half of a card, so that the larger one decides
+        heavy, other = (sum(column) for column in zip(*pairs, strict=True))
     else:
         return []
     sizes = (math.ceil(heavy / _MIB), math.ceil(other / _MIB))

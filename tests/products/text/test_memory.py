@@ -193,6 +193,21 @@ def test_two_servers_that_are_timed_share_a_card_or_have_their_own(
     assert alone["timing", "host"].weights_mib == 2 * alone["serving", "host"].weights_mib
 
 
+def test_a_vllm_whose_share_is_set_is_not_given_half_of_a_card(tmp_path: Path) -> None:
+    folder, engine = tmp_path / "8b", {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    product = make_pair(write_hollow_llama(folder, "8b"), engine)
+    packed = {
+        name: make_product(folder, [STEPS["gptq"]], engine | more).candidates["big"]
+        for name, more in {"halved": {}, "set": {"options": {"gpu-memory-utilization": 0.25}}}.items()
+    }
+    sizes = {}
+    for name, candidate in packed.items():
+        other = product.model_copy(update={"candidates": product.candidates | {"big": candidate}})
+        sizes[name] = plan(other, make_machine(24))["timing", "GPU"].weights_mib
+    assert sizes["halved"] == pytest.approx(30 * GIB, rel=0.02)
+    assert 15 * GIB < sizes["set"] < 22 * GIB
+
+
 def test_timing_is_planned_where_both_sides_are_served_here(tmp_path: Path) -> None:
     folder = write_hollow_llama(tmp_path / "8b", "8b")
     product = make_pair(folder)
