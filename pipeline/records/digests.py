@@ -78,7 +78,9 @@ def list_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[st
 def digest_files(
     folder: Path, *, ignore: frozenset[str] = NOT_CONTENT, known: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return the digest of each file of a folder by its name relative to it; each core digests a file at a time.
+    """Return the digest of each file of a folder by its name relative to it.
+
+    Each core that this process may use digests a file at a time.
 
     Args:
         folder: the folder to read, recursively; symbolic links are followed.
@@ -87,7 +89,8 @@ def digest_files(
     """
     files = list_files(folder, ignore=ignore)
     unknown = {name: path for name, path in files.items() if name not in known}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    with ThreadPoolExecutor(len(cores)) as pool:  # hashing lets other threads run
         digests = dict(zip(unknown, pool.map(digest_file, unknown.values()), strict=True))
     return {name: known[name] if name in known else digests[name] for name in files}
 

@@ -366,7 +366,7 @@ def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, mo
 
 
 @contextlib.contextmanager
-def start_here(load: Any, setup: Any, _num_workers: int, *, died: str) -> Iterator[ThreadPoolExecutor]:
+def start_here(load: Any, setup: Any, _num_workers: int, **_texts: str) -> Iterator[ThreadPoolExecutor]:
     """Stand in for processes: load and work in a thread of this one."""
     with (
         mock.patch.object(worker_pool, "_place", [0]),

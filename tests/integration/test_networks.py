@@ -100,7 +100,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate without other processes, which take seconds to start."""
 
     @contextmanager
-    def start(load: Callable[[Any], Any], order: Any, _num: int, *, died: str) -> Iterator[Here]:
+    def start(load: Callable[[Any], Any], order: Any, _num: int, **_texts: str) -> Iterator[Here]:
         monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
         yield Here()
 

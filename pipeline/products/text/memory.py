@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from pipeline.running.weight_files import TensorInfo, read_tensors
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
 _CONTEXT_MIB = 600  # on the GPU, before the first tensor
+_SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
 
@@ -49,7 +51,7 @@ class MemoryNeed:
     """What one activity of one candidate takes at its peak, in MiB.
 
     Attributes:
-        activity: "serving" or "quantising".
+        activity: "serving", "quantising", or "timing": a candidate beside the reference.
         place: "host", or "GPU" for each card.
         weights_mib: that must fit.
         other_mib: the rest, which settings can lower.
@@ -76,17 +78,19 @@ class Room:
 
 
 def estimate_needs(product: TextProduct, root: Path, machine: Machine) -> list[MemoryNeed]:
-    """Estimate what serving and quantising take, for every candidate that is served from a folder."""
+    """Estimate what serving, quantising and timing take, for every candidate that is served from a folder."""
     cards = [gpu.memory_mib for gpu in machine.gpus if gpu.memory_mib and not machine.gpus_hidden]
     num_torch_cards = len(cards) if machine.torch_build.startswith("cuda") else 0
+    served = {name: candidate for name, candidate in product.candidates.items() if not candidate.engine.is_attached}
+    num_cards = {name: num_torch_cards if one.engine.is_embedded else len(cards) for name, one in served.items()}
     needs = []
-    for name, candidate in product.candidates.items():
-        if not candidate.engine.is_attached:
-            num_cards = num_torch_cards if candidate.engine.is_embedded else len(cards)
-            needs += _plan_serving(name, candidate, product, root, num_cards=num_cards)
-            for step in candidate.steps:
-                if isinstance(step, WeightStep):
-                    needs += _plan_quantising(name, candidate.checkpoint, step, root, has_gpu=num_torch_cards > 0)
+    for name, candidate in served.items():
+        needs += _plan_serving(name, candidate, product, root, num_cards=num_cards[name])
+        for step in candidate.steps:
+            if isinstance(step, WeightStep):
+                needs += _plan_quantising(name, candidate.checkpoint, step, root, has_gpu=num_torch_cards > 0)
+        if name in product.benchmark.candidates and product.reference in served:
+            needs += _plan_timing(name, candidate, product, root, num_cards=num_cards)
     return needs
 
 
@@ -135,8 +139,7 @@ def _plan_serving(
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
         remedy = f"{'lower resources.num_servers, or ' if num_servers > 1 else ''}use a larger machine"
         return [build("host", weights * num_servers, other, remedy, lever)]
-    parts = engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
-    copies = engine.data_parallel_size if isinstance(engine, VllmEngine) else 1
+    parts, copies = _read_parallelism(candidate)
     if parts * copies > num_cards:
         raise CheckpointError(
             f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
@@ -151,6 +154,38 @@ def _plan_serving(
         build("GPU", sharing * weights / parts, other, remedy, f"{lever}, {remedy}"),
         build("host", 0, _GPU_PROCESS_MIB * _MIB * num_servers, "use a larger machine", "close programs"),
     ]
+
+
+def _read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
+    """Return in how many parts the weights are split, and how many copies there are of them."""
+    engine = candidate.engine
+    return (engine.tensor_parallel_size, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
+
+
+def _plan_timing(
+    name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: Mapping[str, int]
+) -> list[MemoryNeed]:
+    """Plan one server of the reference beside one of a candidate; nothing where each has a place of its own."""
+    sides, rows = (product.candidates[product.reference], candidate), []
+    for side in sides:
+        weights, cache = _count_served_bytes(side, product, root)
+        rows.append((weights, cache, *_read_parallelism(side)))
+    counts = (num_cards[product.reference], num_cards[name])
+    without, lever = "take it out of benchmark.candidates", "lower serving.concurrency or serving.context_length"
+    if not any(counts):
+        place, remedy = "host", f"{without}, or use a larger machine"
+        heavy = float(sum(weights for weights, *_ in rows))
+        other = sum(_PROCESS_MIB * _MIB + weights / 4 + cache for weights, cache, *_ in rows)
+    elif 2 * max(parts * copies for *_, parts, copies in rows) > min(counts) > 0:
+        place, remedy = "GPU", f"{without}, or use a larger card or a second one"
+        pairs = [(weights / parts, _CONTEXT_MIB * _MIB + cache / parts) for weights, cache, parts, _ in rows]
+        if not any(isinstance(side.engine, VllmEngine) and _SHARE in side.engine.options for side in sides):
+            pairs = [max(pairs)] * 2  # each may take half of a card, so that the larger one decides
+        heavy, other = (sum(column) for column in zip(*pairs, strict=True))
+    else:
+        return []
+    sizes = (math.ceil(heavy / _MIB), math.ceil(other / _MIB))
+    return [MemoryNeed(name, candidate.checkpoint, "timing", place, *sizes, remedy, f"{lever}, or {without}")]
 
 
 def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *, has_gpu: bool) -> list[MemoryNeed]:
@@ -208,7 +243,7 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
             held = room.total_mib - room.available_mib
             others = f" (others hold {held:,} MiB)" if need.place == "GPU" and held else ""
             # an engine takes a smaller cache where the one that would be useful does not fit
-            danger = "requests may wait, or it may be killed" if need.activity == "serving" else "it may be killed"
+            danger = "requests may wait, or it may be killed" if need.activity != "quantising" else "it may be killed"
             warnings.append(
                 f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) of "
                 f"{owner}'s memory and {room.available_mib:,} MiB are free{others}; {danger}: {need.lever}"

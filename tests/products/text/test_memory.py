@@ -164,6 +164,67 @@ def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
         plan(make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2, "data_parallel_size": 2}), machine)
 
 
+def make_pair(folder: Path, engine: dict[str, Any] | None = None) -> TextProduct:
+    """Return a product that times a candidate against its reference, of 15 GiB each."""
+    product = make_product(folder, [], engine)
+    candidates = {product.reference: product.candidates["big"], "big": product.candidates["big"]}
+    benchmark = product.benchmark.model_copy(update={"candidates": ["big"]})
+    return product.model_copy(update={"candidates": candidates, "benchmark": benchmark})
+
+
+@pytest.mark.parametrize(
+    "engine", [None, {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}], ids=["own", "vllm"]
+)
+def test_two_servers_that_are_timed_share_a_card_or_have_their_own(
+    tmp_path: Path, engine: dict[str, Any] | None
+) -> None:
+    product = make_pair(write_hollow_llama(tmp_path / "8b", "8b"), engine)
+    card = plan(product, make_machine(24))["timing", "GPU"]
+    assert card.weights_mib == pytest.approx(30 * GIB, rel=0.02)
+    with pytest.raises(
+        CheckpointError, match="big .*timing takes 30,... MiB .*24,576 MiB; take it out of benchmark.can"
+    ):
+        check_needs([card], host=Room(1, 1), card=Room(24 * GIB, 24 * GIB))
+    assert check_needs([card], host=Room(1, 1), card=Room(80 * GIB, 80 * GIB)) == []
+    (line,) = check_needs([card], host=Room(1, 1), card=Room(40 * GIB, 40 * GIB))
+    assert "requests may wait" in line
+    assert ("timing", "GPU") not in plan(product, make_machine(24, 24))
+    alone = plan(product, make_machine())
+    assert alone["timing", "host"].weights_mib == 2 * alone["serving", "host"].weights_mib
+
+
+def test_a_vllm_whose_share_is_set_is_not_given_half_of_a_card(tmp_path: Path) -> None:
+    folder, engine = tmp_path / "8b", {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    product = make_pair(write_hollow_llama(folder, "8b"), engine)
+    packed = {
+        name: make_product(folder, [STEPS["gptq"]], engine | more).candidates["big"]
+        for name, more in {"halved": {}, "set": {"options": {"gpu-memory-utilization": 0.25}}}.items()
+    }
+    sizes = {}
+    for name, candidate in packed.items():
+        other = product.model_copy(update={"candidates": product.candidates | {"big": candidate}})
+        sizes[name] = plan(other, make_machine(24))["timing", "GPU"].weights_mib
+    assert sizes["halved"] == pytest.approx(30 * GIB, rel=0.02)
+    assert 15 * GIB < sizes["set"] < 22 * GIB
+
+
+def test_timing_is_planned_where_both_sides_are_served_here(tmp_path: Path) -> None:
+    folder = write_hollow_llama(tmp_path / "8b", "8b")
+    product = make_pair(folder)
+    untimed = product.model_copy(update={"benchmark": product.benchmark.model_copy(update={"candidates": []})})
+    openai = {"kind": "openai", "base_url": "http://localhost:1/v1", "model": "m"}
+    elsewhere = make_product(folder, [], openai).candidates["big"]
+    attached = product.model_copy(update={"candidates": product.candidates | {product.reference: elsewhere}})
+    vllm = make_product(folder, [], {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}).candidates["big"]
+    mixed = product.model_copy(update={"candidates": product.candidates | {"big": vllm}})
+    for other, machine in (
+        (untimed, make_machine(24)),
+        (attached, make_machine(24)),
+        (mixed, make_machine(24, build="cpu")),
+    ):
+        assert "timing" not in {activity for activity, _ in plan(other, machine)}
+
+
 def test_the_smallest_card_and_the_least_free_memory_count() -> None:
     machine = make_machine(80, 24)
     assert read_card_room(machine, (9000, 8000)) == Room(24 * GIB, 8000)
