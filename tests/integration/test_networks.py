@@ -608,11 +608,11 @@ def test_weights_in_several_files_are_read_as_headers_say(project: Path, here: N
     """The headers of shards were checked before any work, and then one file was asked for that is not there."""
     folder = project / "detector/squares"
     weights = load_file(folder / "model.safetensors")
+    whole = run(project, make_detector(), "squares")
     for number, names in enumerate((["blur.weight", "blur.bias"], ["scale.weight", "scale.bias"])):
         save_file({name: weights[name] for name in names}, folder / f"model-{number}.safetensors")
     index = {name: f"model-{name.startswith('scale'):d}.safetensors" for name in weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    whole = run(project, make_detector(), "squares")
     (folder / "model.safetensors").unlink()
     check_network(make_detector(), project)
     (shards,) = run(project, make_detector(), "squares")
