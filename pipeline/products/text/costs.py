@@ -177,8 +177,8 @@ def render_costs(costs: Sequence[Cost]) -> str:
     table = [head] + [
         [
             cost.candidate,
-            f"{cost.build_minutes:,.1f}",
-            f"{cost.minutes:,.1f}",
+            _format_minutes(cost.build_minutes),
+            _format_minutes(cost.minutes),
             f"{cost.host_gib:,.1f}",
             f"{cost.card_gib:,.1f}" if cost.card_gib else "–",
             f"{cost.disk_gib:,.2f}",
@@ -195,3 +195,7 @@ def render_costs(costs: Sequence[Cost]) -> str:
         for cells in table
     ]
     return "\n".join([*lines, "minutes to build, and guesses, may be wrong by a factor of 3; GPU GiB are of each card"])
+
+
+def _format_minutes(minutes: float) -> str:
+    return f"{minutes:,.1f}" if minutes < 100 else f"{minutes:,.0f}"

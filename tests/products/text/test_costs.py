@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.plan import read_last
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text import costs as costs_module
 from pipeline.products.text.costs import Cost, count_output_bytes, plan_costs, render_costs
@@ -96,11 +95,12 @@ def test_minutes_are_the_last_runs_scaled_by_the_weights(
     assert "last run of 8b" in render_costs(list(costs.values()))
 
 
-def test_a_guess_of_the_shipped_product_is_as_good_as_it_says(product: TextProduct, tmp_path: Path) -> None:
-    last = read_last("agent", ROOT)
-    assert last is not None
-    seconds = [sum(verdict.seconds.values()) for verdict in last.verdicts]
+def test_without_a_gpu_a_table_names_none_of_its_memory(product: TextProduct, tmp_path: Path) -> None:
     costs = plan(product, SMALL, tmp_path)
-    assert max(seconds) / 3 < 60 * costs["agent"].minutes < 3 * min(seconds)
     assert not any(cost.card_gib for cost in costs.values())
     assert "–" in render_costs(list(costs.values()))
+
+
+def test_long_times_have_no_digits_that_nobody_knows() -> None:
+    cost = Cost("a", 438_631.8, 1932.04, "a guess", 1.0, 0.0, 0.0)
+    assert "438,632" in render_costs([cost]) and "1,932 " in render_costs([cost])
