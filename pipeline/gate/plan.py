@@ -317,15 +317,21 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     """Write the plan as a table for a terminal."""
     head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
+    return "\n".join(
+        align_columns(table) + [f"impossible: {problem}" for problem in list_impossible(rows)] + _describe_release(rows)
+    )
+
+
+def align_columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines: the first and last column aligned at the left, numbers between at the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
+    return [
         "  ".join(
-            f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
+            f"{cell:<{w}}" if i in (0, len(widths) - 1) else f"{cell:>{w}}"
             for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
         ).rstrip()
         for cells in table
     ]
-    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _describe_release(rows))
 
 
 def _describe_release(rows: Sequence[PlanRow]) -> list[str]:

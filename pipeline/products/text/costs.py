@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.evalsets.cards import load_evalset
+from pipeline.gate.plan import align_columns
 from pipeline.products.text.footprint import count_load_bytes, find_block_linears
 from pipeline.products.text.memory import estimate_needs, read_folder
 from pipeline.products.text.optimize.coverage import expected_bytes
@@ -186,15 +187,12 @@ def render_costs(costs: Sequence[Cost]) -> str:
         ]
         for cost in costs
     ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in table
-    ]
-    return "\n".join([*lines, "minutes to build, and guesses, may be wrong by a factor of 3; GPU GiB are of each card"])
+    return "\n".join(
+        [
+            *align_columns(table),
+            "minutes to build, and guesses, may be wrong by a factor of 3; GPU GiB are of each card",
+        ]
+    )
 
 
 def _format_minutes(minutes: float) -> str:
