@@ -64,6 +64,7 @@ def test_a_pipeline_that_the_gpu_does_not_hold_is_one_line(monkeypatch: pytest.M
     def refuse(_setup: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore lines")
 
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a worker sets it for its whole process
     monkeypatch.setattr(workers, "_load_all", refuse)
     monkeypatch.setattr(workers, "choose_gpu", lambda _gpus: None)
     setup: Any = SimpleNamespace(candidate=SimpleNamespace(name="half"))

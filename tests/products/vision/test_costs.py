@@ -303,6 +303,7 @@ def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
 def test_float32_convolutions_of_a_gpu_are_judged_as_what_they_are(tmp_path: Path, monkeypatch: Any) -> None:
     """In TF32 a memory format moves outputs by a hundredth of their deviation; by float32's limit none ever gained."""
     gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert find_tolerance(torch.float32, gpu) == TOLERANCES[torch.float16] > find_tolerance(torch.float32, CPU)
     assert find_tolerance(torch.bfloat16, gpu) == TOLERANCES[torch.bfloat16]
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
