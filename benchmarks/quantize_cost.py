@@ -2,15 +2,17 @@
 
 Builds a candidate as `stages.optimize` does, with all its checks and digests, and runs llm-compressor's own minimal
 script on the same checkpoint with the same samples. Each has a process of its own, in turn, for some rounds; which
-goes first alternates. Prints both, their ratios, and where the time of each went. The calibration texts are those of
-evalsets/calibration, joined and repeated until a sample has as many tokens as asked.
+goes first alternates. Before that each runs once, untimed, on the shipped agent: who comes first pays for compiling
+Python files and for reading the libraries from disk. Prints both, their ratios, and where the time of each went. The
+calibration texts are those of evalsets/calibration, joined and repeated until a sample has as many tokens as asked.
 
     python -m benchmarks.quantize_cost [--checkpoint models/agent] [--method gptq] [--samples 64] [--tokens 256]
 
 `python -m benchmarks.language_models 8b FOLDER` writes a checkpoint of a real size. Host memory is what the process
 holds itself (RssAnon, read every 50 ms): pages of mapped files, which the system drops at need, are not in it.
 
-Not covered: several GPUs, and reading a checkpoint that is not in the system's page cache yet.
+Not covered: several GPUs, and reading a checkpoint that is not in the system's page cache yet. Killed, it leaves the
+measured process running.
 """
 
 from __future__ import annotations
@@ -105,6 +107,8 @@ peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 json.dump({"gpu_mib": peak >> 20, "phases": phases}, open(sys.argv[3], "w"))
 """
 
+SCRIPTS = {"stage": STAGE_SCRIPT, "script": LIBRARY_SCRIPT}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -140,10 +144,11 @@ def main() -> None:
     arguments = parser.parse_args()
     runs: dict[str, list[Run]] = {"stage": [], "script": []}
     with tempfile.TemporaryDirectory() as folder:
-        job = write_job(Path(folder), arguments)
+        warm_up(Path(folder) / "warm", arguments)
+        job = write_job(Path(folder) / "job", arguments)
         for number in range(1, arguments.rounds + 1):
             for kind in ("stage", "script") if number % 2 else ("script", "stage"):
-                made = run(STAGE_SCRIPT if kind == "stage" else LIBRARY_SCRIPT, job, Path(folder) / f"{kind}-{number}")
+                made = run(SCRIPTS[kind], job, Path(folder) / f"{kind}-{number}")
                 runs[kind].append(made)
                 numbers = ", ".join(f"{name} {read(made):,.1f}" for name, read in COLUMNS.items())
                 print(f"round {number}: {kind}: {numbers}", flush=True)
@@ -165,6 +170,14 @@ def format_summary(stage: list[Run], script: list[Run]) -> Iterator[str]:
         yield f"{kind}: " + ", ".join(f"{name} {value:.1f} s" for name, value in medians.items())
 
 
+def warm_up(folder: Path, arguments: argparse.Namespace) -> None:
+    """Run both on the shipped agent with few samples."""
+    few = {"checkpoint": Path("models/agent"), "samples": 32, "tokens": 64, "group_size": 32}
+    job = write_job(folder, argparse.Namespace(**vars(arguments) | few))
+    for kind, script in SCRIPTS.items():
+        run(script, job, folder / kind)
+
+
 def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
     """Write what both scripts do as JSON: the checkpoint, the step, and the samples that it draws."""
     product = next(p for p in load_params().products.values() if isinstance(p, TextProduct))
@@ -175,6 +188,7 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
     settings = {"kind": arguments.method, "group_size": arguments.group_size, "calibration": calibration}
     step = AwqStep(**settings) if arguments.method == "awq" else GptqStep(**settings)
     tokenizer = load_tokenizer(checkpoint)
+    folder.mkdir()
     write_texts(folder / "texts", tokenizer, calibration)
     samples = select_samples(
         load_evalset(folder / "texts"), tokenizer, calibration, vocab_size=embedding_rows(checkpoint)

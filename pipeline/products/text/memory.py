@@ -200,7 +200,9 @@ def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *
     hidden = text.get("hidden_size", widest)
     kept = length * num_samples * item_bytes * (6 * hidden + widest if is_awq else 2 * hidden)
     # the largest layer several times in float32, what one sample takes on its way, and the Hessians
-    work = 16 * largest + length * item_bytes * (4 * widest + text.get("vocab_size", 0))
+    alike = {layer: info.num_elements for layer, info in linears.items() if info.num_elements == largest}
+    at_once = max_of_blocks(alike) if has_gpu and not is_awq else largest  # GPTQ rounds layers of one shape together
+    work = 16 * at_once + length * item_bytes * (4 * widest + text.get("vocab_size", 0))
     work += 0 if is_awq else max_of_blocks({layer: 4 * info.shape[1] ** 2 for layer, info in linears.items()})
 
     def build(place: str, weights: int, other: float, remedy: str, lever: str) -> MemoryNeed:

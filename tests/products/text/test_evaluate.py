@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 import pipeline.products.text.evals.evaluate as evaluate_module
-from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
+from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import TextProduct
@@ -134,6 +135,31 @@ def run(
             candidate or make_candidate("a"), params, root=root, build=root / "build/agent", watches=watches
         )
     )
+
+
+def test_servers_start_while_cases_and_libraries_are_loaded(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, load, start = threading.Event(), evaluate_module._load_evals, endpoint.start
+
+    def wait_for_start(*args: Any) -> Any:
+        assert started.wait(30), "nothing was started before the cases were there"
+        return load(*args)
+
+    def note_start(*args: Any, **options: Any) -> Any:
+        started.set()
+        return start(*args, **options)
+
+    monkeypatch.setattr(evaluate_module, "_load_evals", wait_for_start)
+    monkeypatch.setattr(evaluate_module, "start_engine", note_start)
+    assert run(tmp_path).evals["first"].num_cases == 2
+
+
+def test_cases_that_can_t_be_read_end_it_in_one_line_though_servers_run(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    with (tmp_path / "second/cases.jsonl").open("a") as file:
+        file.write("broken")
+    with pytest.raises(EvalsetError, match=r"second/cases\.jsonl"):
+        run(tmp_path)
 
 
 def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:

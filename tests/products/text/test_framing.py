@@ -16,8 +16,8 @@ from pipeline.errors import CheckpointError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.evals import perplexity
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.endpoint_lm import EndpointLM
 from pipeline.products.text.evals.framing import read_frame
-from pipeline.products.text.evals.harness import EndpointLM
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.serving.scoring import score_sequences
 from pipeline.products.text.settings import HarnessEval, PerplexityEval

@@ -9,11 +9,13 @@ next run, not repeated. DVC removes the folder itself before each run.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from pipeline.products.text.evals.canary import (
     pick_prompts,
 )
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.harness import import_library
 from pipeline.products.text.evals.material import digest_task
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.evals.trace import trace_engine
@@ -99,21 +102,26 @@ async def evaluate_candidate(
         EvidenceError: cases could not be judged; those that could are journaled.
         JournalError: another process evaluates the candidate.
     """
-    with lock_candidate(build, candidate.name):
-        return await _evaluate(candidate, product, watches or {}, root=root, build=build)
+    with lock_candidate(build, candidate.name), ThreadPoolExecutor(1) as pool:
+        # cases are read, and the libraries of evals imported, while servers start
+        loading = pool.submit(_load_evals, product, candidate, root)
+        return await _evaluate(candidate, product, watches or {}, loading, root=root, build=build)
 
 
 async def _evaluate(
-    candidate: Candidate, product: TextProduct, watches: Mapping[str, HarmWatch], *, root: Path, build: Path
+    candidate: Candidate,
+    product: TextProduct,
+    watches: Mapping[str, HarmWatch],
+    loading: Future[list[_Eval]],
+    *,
+    root: Path,
+    build: Path,
 ) -> Evaluation:
     start = time.monotonic()
-    code = digest_code("evaluate", "text")
-    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in product.evals.items()]
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
-    plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
+    plain = await _ask_plain(candidate, product, loading, root=root, logs=paths.logs)
     is_traced = product.candidates[candidate.name].trace
     starting = start_engine(
         candidate,
@@ -124,6 +132,7 @@ async def _evaluate(
         traces=paths.folder / TRACES if is_traced else None,
     )
     async with starting as (engine, client):
+        evals = await asyncio.wrap_future(loading)
         print(
             f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
             file=sys.stderr,
@@ -138,6 +147,7 @@ async def _evaluate(
             else:
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
+        prompts = _pick_prompts(evals, product)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
@@ -174,6 +184,14 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
     return read_drafts(await client.get_text("/metrics"), serving.speculative)
 
 
+def _load_evals(product: TextProduct, candidate: Candidate, root: Path) -> list[_Eval]:
+    code = digest_code("evaluate", "text")
+    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in product.evals.items()]
+    if any(isinstance(job.settings, HarnessEval) for job in evals):
+        import_library()
+    return evals
+
+
 def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
     evalset = None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
     digest = evalset.digest if evalset else digest_task(name, settings) if isinstance(settings, HarnessEval) else ""
@@ -181,12 +199,18 @@ def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Pa
     return _Eval(name, settings, evalset, digest, key)
 
 
+def _pick_prompts(evals: list[_Eval], product: TextProduct) -> list[Prompt]:
+    return pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
+
+
 async def _ask_plain(
-    candidate: Candidate, product: TextProduct, prompts: list[Prompt], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, loading: Future[list[_Eval]], *, root: Path, logs: Path
 ) -> list[CanaryRecord]:
     """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
     serving = candidate.serving
-    if serving.speculative is None or serving.engine == "openai" or not prompts:
+    if serving.speculative is None or serving.engine == "openai":
+        return []
+    if not (prompts := _pick_prompts(await asyncio.wrap_future(loading), product)):
         return []
     off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")

@@ -4,129 +4,30 @@ lm-eval builds the prompts and judges the answers; `EndpointLM` hands its reques
 A task whose metric is `acc` (or `exact_match`) becomes one record per document. Records are paired by
 lm-eval's hashes of document, prompt and target, which are the same for every candidate.
 
-Not covered: lm-eval's request cache, which has no model in its key; chat templates; and stop strings
-on the server. An answer is cut at its stop string after it was generated.
+lm-eval imports torch and more, which takes seconds: `import_library` does it while servers start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from lm_eval.api.model import LM
+from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.evals.material import explain_problems, index_tasks, read_fresh
-from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 
-# requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
-CHUNK_REQUESTS = 64
-CHUNKS_AT_ONCE = 4
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
-T = TypeVar("T")
 
 
-class EndpointLM(LM):
-    """The model that lm-eval sees. Its methods are called in a worker thread, beside the event loop."""
+def import_library() -> None:
+    """Import what running a task needs."""
+    import lm_eval.evaluator  # noqa: F401
 
-    def __init__(self, context: EvalContext, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._context = context
-        self._loop = loop
-        self._frame = self._wait(read_frame(context.client, context.checkpoint))
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation."""
-
-        def ask(pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-            encoded = self._encode_pairs(pairs)
-            # the last context_length + 1 tokens: the final one is predicted, never fed
-            sequences = [(c + t)[-(self._context.context_length + 1) :] for c, t in encoded]
-            scores = self._wait(self._context.client.score(sequences, top_logprobs=1))
-            return [_sum_continuation(s, t) for s, (_, t) in zip(scores, encoded, strict=True)]
-
-        return [(value, greedy) for value, greedy in self._answer("loglikelihood", [r.args for r in requests], ask)]
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text."""
-
-        def ask(texts: list[tuple[str]]) -> list[float]:
-            size = self._context.context_length
-            tokens = [self._frame.frame_document(ids) for ids in self._tokenize([text for (text,) in texts])]
-            windows = [rolling_windows(t, first=self._frame.first, max_tokens=size) for t in tokens]
-            flat = [ids for document in windows for ids, _ in document]
-            scores = iter(self._wait(self._context.client.score(flat, top_logprobs=1)))
-            return [sum(float(next(scores).token_logprobs[-n:].sum()) for _, n in document) for document in windows]
-
-        return self._answer("loglikelihood_rolling", [r.args for r in requests], ask)
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the greedy answer to each prompt, as a user's message, up to its stop string."""
-        return self._answer("generate_until", [r.args for r in requests], lambda args: self._wait(self._generate(args)))
-
-    def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]]) -> list[T]:
-        """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk."""
-        journal = self._context.journal
-        keys = [digest_json([kind, *arguments]) for arguments in requests]
-        missing = [i for i, key in enumerate(keys) if journal.find_text(key) is None]
-        chunks = [missing[start : start + CHUNK_REQUESTS] for start in range(0, len(missing), CHUNK_REQUESTS)]
-        with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
-            try:
-                for chunk, answers in zip(chunks, waiting, strict=True):
-                    for i, answer in zip(chunk, answers.result(), strict=True):
-                        journal.add_text(keys[i], json.dumps(answer))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [json.loads(journal.find_text(key) or "null") for key in keys]
-
-    async def _generate(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
-        async def generate(prompt: str, options: dict[str, Any]) -> str:
-            if options.get("do_sample") or options.get("temperature"):
-                raise SettingsError(
-                    f"evals.{self._context.name}: the task samples ({options!r}); "
-                    "only greedy tasks can be compared case by case"
-                )
-            limit = min(options.get("max_gen_toks", self._context.max_tokens), self._context.max_tokens)
-            reply = await self._context.client.chat([{"role": "user", "content": prompt}], max_tokens=limit)
-            until = options.get("until") or []
-            return _cut(reply.text, [until] if isinstance(until, str) else until)
-
-        return list(await asyncio.gather(*(generate(*args) for args in requests)))
-
-    def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
-        moved = [(c.rstrip(), c[len(c.rstrip()) :] + t) if c.rstrip() else ("", c + t) for c, t in pairs]
-        contexts = list(dict.fromkeys(c for c, _ in moved if c))
-        sizes = {
-            c: len(self._frame.frame_context(ids)) for c, ids in zip(contexts, self._tokenize(contexts), strict=True)
-        }
-        whole = iter(self._tokenize([c + t for c, t in moved]))
-        result = []
-        for context, _ in moved:
-            if context:
-                ids, size = self._frame.frame_context(next(whole)), sizes[context]
-                result.append((ids[:size], ids[size:]))
-                continue
-            ids, first = next(whole), self._frame.first
-            result.append((ids[:1], ids[1:]) if ids[0] == first else ([first], ids))
-        return result
-
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self._wait(self._context.client.tokenize(texts, add_special_tokens=False)) if texts else []
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    import pipeline.products.text.evals.endpoint_lm  # noqa: F401
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
@@ -148,6 +49,8 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
 def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
     from lm_eval.evaluator import simple_evaluate
+
+    from pipeline.products.text.evals.endpoint_lm import EndpointLM
 
     manager = index_tasks(context.name, settings)
     with read_fresh():
@@ -191,15 +94,3 @@ def _format_answer(sample: dict[str, Any]) -> str:
         return str(answers[0])
     best = max(range(len(answers)), key=lambda i: answers[i][0])
     return str(sample["arguments"][best][1]).strip()
-
-
-def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:
-    size = len(continuation)
-    greedy = scores.top_ids[-size:, 0].tolist() == continuation
-    return float(scores.token_logprobs[-size:].astype("float64").sum()), greedy
-
-
-def _cut(text: str, stops: list[str]) -> str:
-    for stop in stops:
-        text = text.split(stop)[0] if stop else text
-    return text

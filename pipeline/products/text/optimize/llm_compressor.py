@@ -1,13 +1,14 @@
 """The only importer of llm-compressor: runs one of its recipes on a model and reports each layer.
 
 It neutralises four things of the library. One line a layer replaces its log and progress bars. Its log level
-METRIC sits above WARNING. Pinned memory crashes AWQ on machines without an accelerator. It batches layers by
-free GPU memory, so that results would depend on the machine.
+METRIC sits above WARNING. Pinned memory crashes AWQ on machines without an accelerator. On a GPU it rounds as many
+layers together as the free memory holds, so that results would depend on it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -34,6 +35,8 @@ from pipeline.products.text.checkpoints import hide_progress_bars
 from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.settings import AwqStep, GptqStep
+
+ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
 
 
 def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequence[Sequence[int]]) -> None:
@@ -83,7 +86,7 @@ def gptq_recipe(step: GptqStep, plan: LayerPlan, log: StepLog, *, model: Any) ->
             **_scheme(step, plan),
             dampening_frac=step.damping_fraction,
             actorder="static" if step.activation_order else None,
-            batched_quantization=None,
+            batched_quantization=ALIKE_AT_ONCE if torch.cuda.is_available() else None,
         )
     ]
 
@@ -114,13 +117,19 @@ def forget_model() -> None:
     """Free the last model once nobody else holds it: the library's session keeps it, and so does torch's tracer."""
     with quiet_library():
         reset_session()
-    # the library traces each layer in a namespace of its own, with the layer as `self`
-    for key, namespace in list(_wrapped_fns_to_patch.items()):
-        if isinstance(namespace.get("self"), torch.nn.Module):
-            del _wrapped_fns_to_patch[key]
+    _forget_traces()
     gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc's: it keeps for itself what was freed in pieces of megabytes
+        ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # else what was freed still counts as taken on the card
+
+
+def _forget_traces() -> None:
+    # the library traces layers in namespaces of its own, which hold them; torch means this list for modules' namespaces
+    for key, namespace in list(_wrapped_fns_to_patch.items()):
+        if getattr(sys.modules.get(namespace.get("__name__", "")), "__dict__", None) is not namespace:
+            del _wrapped_fns_to_patch[key]
 
 
 @contextlib.contextmanager
