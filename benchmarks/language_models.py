@@ -4,7 +4,7 @@ Writes a checkpoint folder as the hub has it: sharded safetensors in bfloat16 wi
 a tokenizer of as many tokens as the model has rows. The tokenizer is the shipped agent's, with tokens of no text added.
 Answers are noise, so nothing here says anything about quality.
 
-    python -m benchmarks.language_models SHAPE FOLDER [--seed 0] [--hollow]
+    python -m benchmarks.language_models SHAPE FOLDER [--layers N] [--seed 0] [--hollow]
 
 A hollow folder has config, tokenizer and the headers of all shards, and no weights: its files have their size and take
 no space. `make plan` plans with it.
@@ -53,34 +53,35 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_config(shape: str) -> Any:
-    """Return the transformers config of a shape, with the special tokens of the agent's tokenizer."""
+def build_config(shape: str, num_layers: int | None = None) -> Any:
+    """Return the transformers config of a shape, with so many layers or its own, with the special tokens of the agent's tokenizer."""
     from transformers import LlamaConfig
 
     agent = json.loads((AGENT / "config.json").read_text(encoding="utf-8"))
     special = {key: agent[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings = {"tie_word_embeddings": False, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5} | SHAPES[shape]
+    settings |= {"num_hidden_layers": num_layers} if num_layers else {}
     return LlamaConfig(**settings, **special, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
 
 
-def make_model(shape: str, folder: Path, *, seed: int = 0) -> None:
+def make_model(shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0) -> None:
     """Write a checkpoint of a shape to a new folder; the weights are drawn on the GPU where there is one."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(build_config(shape), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(build_config(shape, num_layers), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     write_texts(shape, folder)
 
 
-def make_hollow(shape: str, folder: Path) -> None:
+def make_hollow(shape: str, folder: Path, *, num_layers: int | None = None) -> None:
     """Write a checkpoint of a shape without its weights: headers, and files of the right size that hold nothing."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = build_config(shape)
+    config = build_config(shape, num_layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
@@ -134,13 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="so many of them, where the shape alone matters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hollow", action="store_true", help="headers alone, without weights")
     arguments = parser.parse_args()
     if arguments.hollow:
-        make_hollow(arguments.shape, arguments.folder)
+        make_hollow(arguments.shape, arguments.folder, num_layers=arguments.layers)
         return
-    make_model(arguments.shape, arguments.folder, seed=arguments.seed)
+    make_model(arguments.shape, arguments.folder, num_layers=arguments.layers, seed=arguments.seed)
 
 
 if __name__ == "__main__":
