@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def build_config(shape: str, num_layers: int | None = None) -> Any:
-    """Return the transformers config of a shape, with so many layers or its own, with the special tokens of the agent's tokenizer."""
+    """Return the transformers config of a shape, with the special tokens of the agent's tokenizer."""
     from transformers import LlamaConfig
 
     agent = json.loads((AGENT / "config.json").read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ on the host, and its blocks visit the GPU one by one. It is meant to catch facto
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ from pipeline.products.text.settings import (
 from pipeline.running.environment import Machine
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import TensorInfo, read_tensors
+from pipeline.running.weight_folders import read_config_file
 
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
@@ -95,8 +95,13 @@ def estimate_needs(product: TextProduct, root: Path, machine: Machine) -> list[M
 
 
 def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    """Return the tensors of a checkpoint from its headers, and its config.json."""
-    return read_tensors(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """Return the tensors of a checkpoint from its headers, and its config.json.
+
+    Raises:
+        CheckpointError: either can't be read.
+    """
+    config = read_config_file(folder / "config.json", "the model's config", if_missing="copy the checkpoint again")
+    return read_tensors(folder), config
 
 
 def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> tuple[int, int]:

@@ -97,6 +97,15 @@ def test_a_quantiser_keeps_weights_on_the_host_as_they_are_stored(
         assert check_needs(needs, host=host, card=read_card_room(machine, ())) == []
 
 
+@pytest.mark.parametrize("text", ["{broken", "[1]", None])
+def test_a_config_that_can_t_be_read_is_one_line(tmp_path: Path, text: str | None) -> None:
+    """`make plan` comes before anything that checks a checkpoint."""
+    folder = write_hollow_llama(tmp_path / "big", "8b")
+    (folder / "config.json").write_text(text) if text else (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: expected the model's config"):
+        estimate_needs(make_product(folder, []), Path(), make_machine(80))
+
+
 def test_a_quantised_block_visits_the_gpu(tmp_path: Path) -> None:
     product = make_product(write_hollow_llama(tmp_path / "8b", "8b"), [STEPS["gptq"]])
     needs = plan(product, make_machine(80))
