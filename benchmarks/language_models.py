@@ -60,7 +60,7 @@ def build_config(shape: str, num_layers: int | None = None) -> Any:
     agent = json.loads((AGENT / "config.json").read_text(encoding="utf-8"))
     special = {key: agent[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings = {"tie_word_embeddings": False, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5} | SHAPES[shape]
-    settings |= {"num_hidden_layers": num_layers} if num_layers else {}
+    settings |= {"num_hidden_layers": num_layers} if num_layers is not None else {}
     return LlamaConfig(**settings, **special, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
 
 

@@ -7,6 +7,7 @@ Python files and for reading the libraries from disk. Prints both, their ratios,
 calibration texts are those of evalsets/calibration, joined and repeated until a sample has as many tokens as asked.
 
     python -m benchmarks.quantize_cost [--checkpoint models/agent] [--method gptq] [--samples 64] [--tokens 256]
+        [--group-size 128] [--threads N] [--rounds 3]
 
 `python -m benchmarks.language_models 8b FOLDER` writes a checkpoint of a real size. Host memory is what the process
 holds itself (RssAnon, read every 50 ms): pages of mapped files, which the system drops at need, are not in it.

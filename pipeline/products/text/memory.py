@@ -100,8 +100,8 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     Raises:
         CheckpointError: either can't be read.
     """
-    config = read_config_file(folder / "config.json", "the model's config", if_missing="copy the checkpoint again")
-    return read_tensors(folder), config
+    tensors = read_tensors(folder)
+    return tensors, read_config_file(folder / "config.json", "the model's config", if_missing="copy it again")
 
 
 def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> tuple[int, int]:
@@ -205,8 +205,10 @@ def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *
     hidden = text.get("hidden_size", widest)
     kept = length * num_samples * item_bytes * (6 * hidden + widest if is_awq else 2 * hidden)
     # the largest layer several times in float32, what one sample takes on its way, and the Hessians
-    alike = {layer: info.num_elements for layer, info in linears.items() if info.num_elements == largest}
-    at_once = max_of_blocks(alike) if has_gpu and not is_awq else largest  # GPTQ rounds layers of one shape together
+    # on a GPU GPTQ rounds the layers of a block that have one shape together
+    shapes = {info.shape for info in linears.values()} if has_gpu and not is_awq else ()
+    alike = [{layer: i.num_elements for layer, i in linears.items() if i.shape == shape} for shape in shapes]
+    at_once = max(map(max_of_blocks, alike), default=largest)
     work = 16 * at_once + length * item_bytes * (4 * widest + text.get("vocab_size", 0))
     work += 0 if is_awq else max_of_blocks({layer: 4 * info.shape[1] ** 2 for layer, info in linears.items()})
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
 from pipeline.records.serving import ServingConfig
 from tests.evalsets.test_evalsets import write
 from tests.fakes.synthetic_records import make_candidate, make_params
+from tests.paths import ROOT
 
 CALL = '{"name": "order", "arguments": {"n": 2}}'
 
@@ -137,29 +140,58 @@ def run(
     )
 
 
-def test_servers_start_while_cases_and_libraries_are_loaded(
+def test_servers_start_while_evals_are_described(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, load, start = threading.Event(), evaluate_module._load_evals, endpoint.start
+    started, describe, start = threading.Event(), evaluate_module._describe_evals, endpoint.start
 
     def wait_for_start(*args: Any) -> Any:
-        assert started.wait(30), "nothing was started before the cases were there"
-        return load(*args)
+        assert started.wait(30), "nothing was started before lm-eval was there"
+        return describe(*args)
 
     def note_start(*args: Any, **options: Any) -> Any:
         started.set()
         return start(*args, **options)
 
-    monkeypatch.setattr(evaluate_module, "_load_evals", wait_for_start)
+    monkeypatch.setattr(evaluate_module, "_describe_evals", wait_for_start)
     monkeypatch.setattr(evaluate_module, "start_engine", note_start)
     assert run(tmp_path).evals["first"].num_cases == 2
 
 
-def test_cases_that_can_t_be_read_end_it_in_one_line_though_servers_run(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+def test_cases_that_can_t_be_read_end_it_before_anything_starts(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "start_engine", None)
     with (tmp_path / "second/cases.jsonl").open("a") as file:
         file.write("broken")
     with pytest.raises(EvalsetError, match=r"second/cases\.jsonl"):
         run(tmp_path)
+
+
+def test_a_server_that_fails_meanwhile_is_the_error_and_the_next_run_works(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise EngineError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate_module, "start_engine", fail)
+        patched.setattr(evaluate_module, "_describe_evals", fail)
+        with pytest.raises(EngineError, match="^no room$"):
+            run(tmp_path)
+    assert run(tmp_path).evals["first"].num_cases == 2
+
+
+def test_what_running_a_task_imports_is_there_before_it_runs() -> None:
+    """In a process of its own: lm-eval defers these to the first evaluation, when servers would wait for them."""
+    program = (
+        "import sys; from pipeline.products.text.evals.harness import import_library\n"
+        "from pipeline.products.text.settings import HarnessEval\n"
+        "import_library('e', HarnessEval(kind='harness', task='t'))\n"
+        "print(*(name for name in ('torch', 'lm_eval.evaluator') if name not in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,25 +103,34 @@ async def evaluate_candidate(
         JournalError: another process evaluates the candidate.
     """
     with lock_candidate(build, candidate.name), ThreadPoolExecutor(1) as pool:
-        # cases are read, and the libraries of evals imported, while servers start
-        loading = pool.submit(_load_evals, product, candidate, root)
-        return await _evaluate(candidate, product, watches or {}, loading, root=root, build=build)
+        return await _evaluate(candidate, product, watches or {}, pool, root=root, build=build)
 
 
 async def _evaluate(
     candidate: Candidate,
     product: TextProduct,
     watches: Mapping[str, HarmWatch],
-    loading: Future[list[_Eval]],
+    pool: ThreadPoolExecutor,
     *,
     root: Path,
     build: Path,
 ) -> Evaluation:
     start = time.monotonic()
+    evalsets = {
+        name: None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
+        for name, settings in product.evals.items()
+    }
+    # importing lm-eval takes as long as starting servers does
+    describing = pool.submit(_describe_evals, product, candidate, evalsets)
+    if candidate.serving.engine == "openai":
+        await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    plain = await _ask_plain(candidate, product, loading, root=root, logs=paths.logs)
+    prompts = pick_prompts(
+        {name: (settings, evalsets[name]) for name, settings in product.evals.items()}, product.canary.num_prompts
+    )
+    plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
     is_traced = product.candidates[candidate.name].trace
     starting = start_engine(
         candidate,
@@ -132,9 +141,12 @@ async def _evaluate(
         traces=paths.folder / TRACES if is_traced else None,
     )
     async with starting as (engine, client):
-        evals = await asyncio.wrap_future(loading)
+        ready_s = time.monotonic() - start
+        evals = await asyncio.wrap_future(
+            describing
+        )  # until then lm-eval's noise is hidden, and all else on stderr with it
         print(
-            f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
+            f"{candidate.name}: {len(engine.base_urls)} servers ready after {ready_s:.1f} s",
             file=sys.stderr,
             flush=True,
         )
@@ -147,7 +159,6 @@ async def _evaluate(
             else:
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
-        prompts = _pick_prompts(evals, product)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
@@ -184,33 +195,26 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
     return read_drafts(await client.get_text("/metrics"), serving.speculative)
 
 
-def _load_evals(product: TextProduct, candidate: Candidate, root: Path) -> list[_Eval]:
+def _describe_evals(product: TextProduct, candidate: Candidate, evalsets: Mapping[str, Evalset | None]) -> list[_Eval]:
     code = digest_code("evaluate", "text")
-    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in product.evals.items()]
-    if any(isinstance(job.settings, HarnessEval) for job in evals):
-        import_library()
+    evals = []
+    for name, settings in product.evals.items():
+        evalset = evalsets[name]
+        digest = evalset.digest if evalset else ""
+        if isinstance(settings, HarnessEval):
+            digest = digest_task(name, settings)
+            import_library(name, settings)
+        key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
+        evals.append(_Eval(name, settings, evalset, digest, key))
     return evals
 
 
-def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
-    evalset = None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
-    digest = evalset.digest if evalset else digest_task(name, settings) if isinstance(settings, HarnessEval) else ""
-    key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
-    return _Eval(name, settings, evalset, digest, key)
-
-
-def _pick_prompts(evals: list[_Eval], product: TextProduct) -> list[Prompt]:
-    return pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
-
-
 async def _ask_plain(
-    candidate: Candidate, product: TextProduct, loading: Future[list[_Eval]], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, prompts: list[Prompt], *, root: Path, logs: Path
 ) -> list[CanaryRecord]:
     """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
     serving = candidate.serving
-    if serving.speculative is None or serving.engine == "openai":
-        return []
-    if not (prompts := _pick_prompts(await asyncio.wrap_future(loading), product)):
+    if serving.speculative is None or serving.engine == "openai" or not prompts:
         return []
     off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")

@@ -10,8 +10,10 @@ lm-eval imports torch and more, which takes seconds: `import_library` does it wh
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
 from typing import Any
+from unittest import mock
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.context import EvalContext
@@ -20,14 +22,19 @@ from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 
+ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 
 
-def import_library() -> None:
-    """Import what running a task needs."""
-    import lm_eval.evaluator  # noqa: F401
+def import_library(name: str, settings: HarnessEval) -> None:
+    """Import what running a task imports: lm-eval itself defers most of it to its first evaluation.
 
-    import pipeline.products.text.evals.endpoint_lm  # noqa: F401
+    Raises:
+        SettingsError: it can't be imported.
+    """
+    with explain_problems(name, "import what it needs for", settings.task):
+        for module in ("lm_eval.evaluator", "torch", "transformers", ENDPOINT_LM):
+            importlib.import_module(module)
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
@@ -48,13 +55,15 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
 
 def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
-    from lm_eval.evaluator import simple_evaluate
+    from lm_eval import evaluator
 
     from pipeline.products.text.evals.endpoint_lm import EndpointLM
 
     manager = index_tasks(context.name, settings)
-    with read_fresh():
-        results = simple_evaluate(
+    # what it notes of machine and git takes seconds of other programs, and is in no record of ours
+    unused: dict[str, Any] = {"add_env_info": lambda results: None, "get_git_commit_hash": lambda: None}
+    with read_fresh(), mock.patch.multiple(evaluator, **unused):
+        results = evaluator.simple_evaluate(
             model=EndpointLM(context, loop),
             tasks=[settings.task],
             num_fewshot=settings.num_fewshot,

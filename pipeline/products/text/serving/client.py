@@ -38,6 +38,7 @@ MAX_TRIES = 5
 MAX_TIMEOUTS = 2  # a request that ran into the timeout twice will do so again
 BASE_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 20.0
+_JITTER = random.Random()  # its own: what else draws in this process may have set a seed
 CONNECT_TIMEOUT_S = 10.0
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
 _REPEATABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -324,7 +325,7 @@ class Client:
     ) -> tuple[Any, float]:
         problem, num_timeouts, num_refusals = "", 0, 0
         for attempt in range(self._max_tries):
-            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
+            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * _JITTER.uniform(0.5, 1.0)
             start = time.perf_counter()
             try:
                 async with self._http.request(
