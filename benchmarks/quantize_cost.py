@@ -83,7 +83,7 @@ tokenizer.save_pretrained(sys.argv[2])
 clock.append(time.perf_counter())
 phases = dict(zip(["import", "load", "quantise", "save"], [b - a for a, b in zip(clock, clock[1:])]))
 peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-json.dump({"gpu_mib": peak >> 20, "phases": phases}, open(sys.argv[3], "w"))
+json.dump({"gpu_mib": peak >> 20, "phases": phases, "end": time.time()}, open(sys.argv[3], "w"))
 """
 
 STAGE_SCRIPT = """
@@ -91,6 +91,7 @@ import json, sys, time
 start = time.perf_counter()
 from pathlib import Path
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.products.params import load_params
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.settings import CandidateSettings, TextProduct
@@ -105,7 +106,7 @@ phases = {"import": time.perf_counter() - start}
 root = Path(sys.argv[2])
 build_candidate("made", product, root=root, build=root / "build")
 peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-json.dump({"gpu_mib": peak >> 20, "phases": phases}, open(sys.argv[3], "w"))
+json.dump({"gpu_mib": peak >> 20, "phases": phases, "end": time.time()}, open(sys.argv[3], "w"))
 """
 
 SCRIPTS = {"stage": STAGE_SCRIPT, "script": LIBRARY_SCRIPT}
@@ -240,13 +241,14 @@ def run(script: str, job: Path, output: Path) -> Run:
             time.sleep(INTERVAL_S)
             host_mib = max(host_mib, read_anonymous_mib(process.pid))
             ended = os.wait4(process.pid, os.WNOHANG)
-    wall = time.perf_counter() - start
+    end, wall = time.time(), time.perf_counter() - start
     _, status, usage = ended
     text = errors.read_text(encoding="utf-8")
     if status or usage is None:
         sys.exit(f"the measured script failed:\n{text[-2000:]}")
     measured = json.loads(report.read_text(encoding="utf-8"))
-    phases = measured["phases"] | read_phases(text)
+    phases = measured["phases"] | read_phases(text) | {"end the process": end - measured["end"]}
+    phases["the rest"] = wall - sum(phases.values())
     return Run(
         wall_s=wall,
         cpu_s=usage.ru_utime + usage.ru_stime,

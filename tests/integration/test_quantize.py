@@ -366,8 +366,8 @@ def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path, capf
     made = build_candidate("int4", params, root=project)
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"seconds: load \S+ s, check the source \S+ s, import the library \S+ s, quantise \S+ s, save \S+ s, "
-        r"check the weights \S+ s, check the logits \S+ s, digest \S+ s; \S+ s in all",
+        r"seconds: load the tokenizer \S+ s, load the model \S+ s, check the source \S+ s, import the library \S+ s, "
+        r"quantise \S+ s, save \S+ s, free the model \S+ s, check the weights \S+ s, check the logits \S+ s, digest \S+ s; \S+ s in all",
         line,
     )
     assert sorted(os.listdir(target)) == ["candidate.json", "checkpoint"]

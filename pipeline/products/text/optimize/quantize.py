@@ -70,12 +70,13 @@ def quantize(
         QuantizationError: the step can't be done, or its output is not what was asked for.
         CheckpointError: the source, or the output when it is loaded again, is broken.
     """
-    open_checkpoint(source)
-    check_source(source)
-    tokenizer = load_tokenizer(source)
-    samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
     log = StepLog(step.kind)
-    with log.phases.measure("load"):
+    with log.phases.measure("load the tokenizer"):
+        open_checkpoint(source)
+        check_source(source)
+        tokenizer = load_tokenizer(source)
+        samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
+    with log.phases.measure("load the model"):
         model = load_model(source, dtype="auto")
     with log.phases.measure("check the source"):
         check_finite(model.state_dict().items(), where=source)
@@ -85,8 +86,9 @@ def quantize(
     print(f"{step.kind} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
     log.total = len(plan.asked)
     _run(model, tokenizer, build_recipe, plan, log, samples=samples, destination=destination)
-    del model
-    _forget_model()
+    with log.phases.measure("free the model"):
+        del model
+        _forget_model()
     copy_text_files(source, destination)
     # digested beside the checks: hashing lets other threads run
     with ThreadPoolExecutor(1) as pool:

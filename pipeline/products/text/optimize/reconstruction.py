@@ -52,23 +52,24 @@ def check_reconstruction(
         QuantizationError: names the first such layer, its group where there is one, and the error in steps.
     """
     packed_names, dense_names = (_index_layers(place, plan) for place in (folder, source))
-    with open_weights(folder) as read_packed, open_weights(source) as read_dense, _use_one_thread():
+    with open_weights(folder) as read_packed, open_weights(source) as read_dense, _limit_threads(device):
         for layer in plan.asked:
             if layer not in dense_names:
                 log.record_fallback(layer, f"not compared with its source: no tensor of that name in {source}")
                 continue
             packed = _read_layer(packed_names[layer], read_packed, device)
-            weight = read_dense(dense_names[layer]["weight"]).to(device)
+            weight = _move(read_dense(dense_names[layer]["weight"]), device)
             _check_layer(packed, log.scale_as_moved(layer, weight), step, where=f"{folder}: layer {layer!r}")
 
 
 @contextlib.contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Let torch use one thread of the CPU: so few rows at a time keep two waiting for each other, tenfold as long."""
+def _limit_threads(device: str) -> Iterator[None]:
+    """Let torch compute with one thread of a CPU: so few rows at a time keep two waiting for each other, tenfold."""
     import torch
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if device == "cpu":
+        torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -86,7 +87,12 @@ def _index_layers(folder: Path, plan: LayerPlan) -> dict[str, dict[str, str]]:
 
 
 def _read_layer(names: dict[str, str], read: Callable[[str], Any], device: str) -> Parts:
-    return {part: read(name).to(device) for part, name in names.items() if part.startswith("weight")}
+    return {part: _move(read(name), device) for part, name in names.items() if part.startswith("weight")}
+
+
+def _move(tensor: Any, device: str) -> Any:
+    # through pinned memory, which all of torch's threads fill: the driver alone takes four times as long
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _check_layer(packed: Parts, weight: Any, step: Int4Step, *, where: str) -> None:
