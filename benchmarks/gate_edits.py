@@ -159,7 +159,7 @@ EDITS: dict[str, Edit] = {
             "pipeline/gate/decision.py",
             "pipeline/release/model_card.py",
             "pipeline/report/mlflow_runs/tracking.py",
-            "pipeline/products/text/optimize/awq.py",
+            "pipeline/products/text/optimize/layers.py",
             "pipeline/products/images/rendering.py",
             "pipeline/products/vision/upscaling.py",
             "pipeline/products/text/serving/client.py",

@@ -38,7 +38,7 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.products.params import load_params
 from pipeline.products.text.checkpoints import embedding_rows, load_tokenizer
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
-from pipeline.products.text.settings import AwqStep, Calibration, GptqStep, TextProduct
+from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
 
 INTERVAL_S = 0.05  # between two looks at a process's memory
 TEXTS = Path("evalsets/calibration")
@@ -67,10 +67,9 @@ model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(job["checkpoint"])
 clock.append(time.perf_counter())
 data = Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["samples"]])
-weights = dict(num_bits=step["bits"], type="int", symmetric=step["symmetric"], strategy="group",
-               group_size=step["group_size"])
+weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=step["group_size"])
 scheme = dict(config_groups={"g": dict(targets=["Linear"], weights=weights)}, ignore=step["exclude"])
-if step["kind"] == "awq":
+if step["algorithm"] == "awq":
     recipe = [AWQModifier(duo_scaling=True, n_grid=step["num_grid_points"]), QuantizationModifier(**scheme)]
 else:
     recipe = GPTQModifier(**scheme, dampening_frac=step["damping_fraction"],
@@ -187,15 +186,20 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
     calibration = Calibration(
         sources=[BUCKET], num_samples=arguments.samples, max_tokens=arguments.tokens, length_exponent=0.0
     )
-    settings = {"kind": arguments.method, "group_size": arguments.group_size, "calibration": calibration}
-    step = AwqStep(**settings) if arguments.method == "awq" else GptqStep(**settings)
+    step = QuantizeStep(
+        kind="quantize",
+        algorithm=arguments.method,
+        scheme="W4A16",
+        group_size=arguments.group_size,
+        calibration=calibration,
+    )
     tokenizer = load_tokenizer(checkpoint)
     folder.mkdir()
     write_texts(folder / "texts", tokenizer, calibration)
     samples = select_samples(
         load_evalset(folder / "texts"), tokenizer, calibration, vocab_size=embedding_rows(checkpoint)
     )
-    print(f"{step.kind} of {checkpoint}: {count_samples(samples)}", flush=True)
+    print(f"{step.algorithm} of {checkpoint}: {count_samples(samples)}", flush=True)
     job = {
         "checkpoint": str(checkpoint),
         "texts": str(folder / "texts"),

@@ -17,9 +17,9 @@ import numpy as np
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.settings import (
     Calibration,
-    GptqStep,
     HarnessEval,
     PerplexityEval,
+    QuantizeStep,
     TextProduct,
     ToolCallsEval,
     TrajectoriesEval,
@@ -44,7 +44,7 @@ from pipeline.settings.base import Product
 
 PRODUCT = "agent"
 
-STEP = GptqStep(
+STEP = QuantizeStep(
     kind="gptq", calibration=Calibration(sources=["long"], num_samples=128, max_tokens=256, length_exponent=1.0)
 )
 _EVALS = (

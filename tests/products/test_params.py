@@ -23,7 +23,7 @@ from pipeline.products.params import (
     load_params,
     parse_params,
 )
-from pipeline.products.text.settings import AwqStep, GptqStep, SpeculativeStep, TextProduct
+from pipeline.products.text.settings import QuantizeStep, SpeculativeStep, TextProduct
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.settings.base import Product
 from tests.fakes.synthetic_images import Look, make_image_product
@@ -124,8 +124,9 @@ def test_the_shipped_settings_are_valid() -> None:
 def test_valid_settings_become_typed_and_frozen() -> None:
     product = parse(VALID)
     gptq, awq = (product.candidates[name].steps[0] for name in ("int4", "awq"))
-    assert isinstance(gptq, GptqStep) and isinstance(awq, AwqStep)
-    assert (gptq.bits, gptq.group_size, gptq.exclude, gptq.calibration.length_exponent) == (4, 128, ["lm_head"], 0.0)
+    assert isinstance(gptq, QuantizeStep) and isinstance(awq, QuantizeStep)
+    assert (gptq.algorithm, gptq.scheme, gptq.group_size, gptq.exclude) == ("gptq", "W4A16", 128, ["lm_head"])
+    assert gptq.calibration and gptq.calibration.length_exponent == 0.0
     with pytest.raises(ValidationError):
         product.reference = "int4"
 
@@ -141,7 +142,11 @@ STEP = "candidates//int4//steps//0"
         ("releases", [], f"releases: {UNKNOWN}"),
         ("candidates//int4//chekpoint", "x", f"candidates.int4.chekpoint: {UNKNOWN}"),
         (f"{STEP}//groupsize", 64, f"candidates.int4.steps.0.groupsize: {UNKNOWN}"),
-        (f"{STEP}//num_grid_points", 20, f"candidates.int4.steps.0.num_grid_points: {UNKNOWN}"),
+        (
+            f"{STEP}//num_grid_points",
+            5,
+            "candidates.int4.steps.0.num_grid_points: awq alone has it",
+        ),
         (f"{STEP}//calibration//samples", 8, f"candidates.int4.steps.0.calibration.samples: {UNKNOWN}"),
         ("serving//threads", 1, f"serving.threads: {UNKNOWN}"),
         ("evals//workflows//turns", 8, f"evals.workflows.turns: {UNKNOWN}"),
@@ -193,11 +198,11 @@ STEP = "candidates//int4//steps//0"
         # missing keys
         ("reference", REMOVE, "reference: expected this key, found none"),
         ("candidates//int4//checkpoint", REMOVE, "candidates.int4.checkpoint: expected this key, found none"),
-        (f"{STEP}//calibration", REMOVE, "candidates.int4.steps.0.calibration: expected this key, found none"),
+        (f"{STEP}//calibration", REMOVE, "candidates.int4.steps.0.calibration: expected the texts that gptq is"),
         ("evals//workflows//max_turns", REMOVE, "evals.workflows.max_turns: expected this key, found none"),
         # wrong types: nothing is turned into another type
-        (f"{STEP}//bits", "4", "candidates.int4.steps.0.bits: "),
-        (f"{STEP}//symmetric", "yes", "candidates.int4.steps.0.symmetric: expected true or false"),
+        (f"{STEP}//bits", "4", "candidates.int4.steps.0.weights.num_bits: expected 4 or 8, got '4'"),
+        (f"{STEP}//symmetric", "yes", "candidates.int4.steps.0.weights.symmetric: expected true or false"),
         (f"{STEP}//exclude", "lm_head", "candidates.int4.steps.0.exclude: expected a list"),
         ("serving//concurrency", 8.5, "serving.concurrency: expected a whole number"),
         ("resources//num_servers", True, "resources.num_servers: expected a whole number"),
@@ -207,7 +212,7 @@ STEP = "candidates//int4//steps//0"
         ("candidates//int4", ["steps"], "candidates.int4.product: expected one of agent, found none"),
         ("serving", None, "serving: expected keys with values, got None"),
         # values out of range
-        (f"{STEP}//bits", 3, "candidates.int4.steps.0.bits: expected 4 or 8, got 3"),
+        (f"{STEP}//bits", 3, "candidates.int4.steps.0.weights.num_bits: expected 4 or 8, got 3"),
         (f"{STEP}//group_size", 0, "candidates.int4.steps.0.group_size: "),
         (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: expected less than 1, got 1.0"),
         (
@@ -238,7 +243,7 @@ STEP = "candidates//int4//steps//0"
         (
             f"{STEP}//kind",
             "gguf",
-            "candidates.int4.steps.0: expected one of the kinds 'gptq', 'awq', 'speculative', got 'gguf'",
+            "candidates.int4.steps.0: expected one of the kinds 'quantize', 'gptq', 'awq', 'speculative', got 'gguf'",
         ),
         (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: expected a key `kind`, got {"),
         ("evals//prose//kind", "bleu", "evals.prose: expected one of the kinds 'perplexity', 'harness', "),
@@ -305,8 +310,8 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
         (
             "candidates//int4//steps",
             [{"kind": "gptq", "calibration": CALIBRATION}, {"kind": "awq", "calibration": CALIBRATION}],
-            "candidates.int4.steps.1: expected one quantising step at most, found awq after gptq: what is quantised "
-            "can't be quantised again; remove one",
+            "candidates.int4.steps.1: expected one quantising step at most, found another after steps.0: what is "
+            "quantised can't be quantised again; remove one",
         ),
         (
             f"{STEP}//calibration//sources",
@@ -387,7 +392,7 @@ def test_a_speculative_step_reads_the_key_of_released_settings() -> None:
             "0.draft: expected none for method prompt_lookup, got 'models/draft'; remove it",
         ),
         ([DRAFT, LOOKUP], "0: expected one speculative step at most, found another after it; remove one"),
-        ([DRAFT, GPTQ], "0: expected speculative to be the last step, found gptq after it: "),
+        ([DRAFT, GPTQ], "0: expected speculative to be the last step, found quantize after it: "),
         ([DRAFT | {"num_speculative_tokens": 0}], "0.num_speculative_tokens: expected 1 or more, got 0"),
         ([DRAFT | {"num_speculative_tokens": 17}], "0.num_speculative_tokens: expected 16 or less, got 17"),
         ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: expected 1 or less, got 1.5"),

@@ -140,7 +140,7 @@ def copy(tmp_path: Path) -> Path:
         ("pipeline/products/images/steps.py", {("optimize", "images")}),
         ("pipeline/products/images/scoring.py", {("evaluate", "images")}),
         ("pipeline/products/vision/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
-        ("pipeline/products/text/optimize/gptq.py", {("optimize", "text")}),
+        ("pipeline/products/text/optimize/quantize.py", {("optimize", "text")}),
         ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),
         ("pipeline/products/text/benchmark/rounds.py", {("benchmark", "text")}),
         ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),

@@ -20,12 +20,10 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import align_columns
 from pipeline.products.text.footprint import count_load_bytes, find_block_linears
 from pipeline.products.text.memory import estimate_needs, read_folder
-from pipeline.products.text.optimize.coverage import expected_bytes
-from pipeline.products.text.optimize.layers import Int4Step, plan_folder
+from pipeline.products.text.optimize.layers import plan_folder
 from pipeline.products.text.settings import (
-    AwqStep,
     CandidateSettings,
-    GptqStep,
+    QuantizeStep,
     TextProduct,
     TrajectoriesEval,
 )
@@ -92,7 +90,7 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
         }
         speed = guess_speed(machine, on_gpu=peaks["GPU"] > 0)
         minutes, source = _plan_evaluation(name, product, root, build, speed)
-        steps = [step for step in candidate.steps if isinstance(step, GptqStep | AwqStep)]
+        steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
         costs.append(
             Cost(
                 candidate=name,
@@ -112,12 +110,12 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
     return costs
 
 
-def count_output_bytes(folder: Path, step: Int4Step) -> int:
+def count_output_bytes(folder: Path, step: QuantizeStep) -> int:
     """Count the bytes of a checkpoint's weights after a step."""
     tensors, _ = read_folder(folder)
-    asked = plan_folder(folder, step).asked
-    kept = sum(info.num_bytes for name, info in tensors.items() if name.removesuffix(".weight") not in asked)
-    return kept + sum(sum(expected_bytes(shape, step, scale_bytes=2).values()) for shape in asked.values())
+    plan = plan_folder(folder, step)
+    kept = sum(info.num_bytes for name, info in tensors.items() if name.removesuffix(".weight") not in plan.asked)
+    return kept + sum(plan.schemes[layer].count_bytes(shape) for layer, shape in plan.asked.items())
 
 
 def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, speed: Speed) -> tuple[float, str]:
@@ -158,15 +156,15 @@ def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed
     )
 
 
-def _guess_step(folder: Path, step: Int4Step, speed: Speed) -> float:
+def _guess_step(folder: Path, step: QuantizeStep, speed: Speed) -> float:
     """Guess the seconds of a quantiser: its passes over the calibration texts, and the columns that GPTQ rounds."""
     shapes = [info.shape for info in find_block_linears(read_folder(folder)[0]).values()]
     num_weights = sum(map(math.prod, shapes))
-    tokens = step.calibration.num_samples * step.calibration.max_tokens
+    tokens = step.calibration.num_samples * step.calibration.max_tokens if step.calibration else 0
     # each block runs to see its inputs and again for its outputs; AWQ runs it for every point of its grid
-    passes = 2 + step.num_grid_points if isinstance(step, AwqStep) else 2
+    passes = 2 + step.num_grid_points if step.algorithm == "awq" else 2
     operations = float(passes * 2 * num_weights * tokens)
-    if isinstance(step, AwqStep):
+    if step.algorithm != "gptq":
         return operations / speed.operations
     operations += sum(2 * tokens * width**2 + 2 * rows * width**2 + width**3 for rows, width in shapes)
     return operations / speed.operations + speed.column_s * sum(width for _, width in shapes)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.products.text.schemes import Scheme
 from pipeline.running.weight_files import TensorInfo
 
 TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,12 +62,11 @@ def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_l
     return num_requests * token_bytes * sum(lengths)
 
 
-def count_packed_bytes(tensors: Mapping[str, TensorInfo], *, bits: int, group_size: int) -> int:
-    """Count the bytes of dense tensors once the linear layers of all blocks are packed, with a scale for each group."""
+def count_packed_bytes(tensors: Mapping[str, TensorInfo], scheme: Scheme) -> int:
+    """Count the bytes of dense tensors once the linear layers of all blocks are stored by a scheme."""
     linears = find_block_linears(tensors)
-    num_weights = sum(info.num_elements for info in linears.values())
     kept = sum(info.num_bytes for name, info in tensors.items() if name not in linears)
-    return kept + num_weights * bits // 8 + num_weights // group_size * 2
+    return kept + sum(scheme.count_bytes((info.shape[0], info.shape[1])) for info in linears.values())
 
 
 def find_block_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

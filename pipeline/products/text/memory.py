@@ -26,9 +26,8 @@ from pipeline.products.text.footprint import (
     max_of_blocks,
 )
 from pipeline.products.text.settings import (
-    AwqStep,
     CandidateSettings,
-    GptqStep,
+    QuantizeStep,
     TextProduct,
     VllmEngine,
     WeightStep,
@@ -110,11 +109,11 @@ def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root
     item_bytes = TYPE_BYTES[serving.dtype]
     loaded = [read_folder(locate_checkpoint(folder, root)) for folder in (candidate.checkpoint, draft) if folder]
     weights = sum(count_load_bytes(*one, dtype=serving.dtype, keeps_packed=not engine.is_embedded) for one in loaded)
-    packing = [step for step in candidate.steps if isinstance(step, GptqStep | AwqStep)]
+    packing = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
     if packing and not engine.is_embedded:  # the embedded engine unpacks
         tensors, config = loaded[0]
         weights -= count_load_bytes(tensors, config, dtype=serving.dtype)
-        weights += count_packed_bytes(tensors, bits=packing[-1].bits, group_size=packing[-1].group_size)
+        weights += count_packed_bytes(tensors, packing[-1].resolve())
     requests, length = serving.concurrency, serving.context_length
     cache = sum(
         count_cache_bytes(config, num_requests=requests, context_length=length, item_bytes=item_bytes)
@@ -199,18 +198,20 @@ def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *
     item_bytes = max((STORED_BYTES.get(info.dtype, 0) for info in tensors.values()), default=2)
     widest = max((info.shape[1] for info in linears.values()), default=0)
     largest = max((info.num_elements for info in linears.values()), default=0)
-    calibration, is_awq = step.calibration, isinstance(step, AwqStep)
+    calibration, algorithm = step.calibration, getattr(step, "algorithm", None)
+    is_awq = algorithm == "awq"
     length, num_samples = (calibration.max_tokens, calibration.num_samples) if calibration else (0, 0)
     # a block's inputs and outputs are kept for every token; AWQ keeps the inputs of the parts of a block as well
     hidden = text.get("hidden_size", widest)
     kept = length * num_samples * item_bytes * (6 * hidden + widest if is_awq else 2 * hidden)
     # the largest layer several times in float32, what one sample takes on its way, and the Hessians
     # on a GPU GPTQ rounds the layers of a block that have one shape together
-    shapes = {info.shape for info in linears.values()} if has_gpu and not is_awq else ()
+    shapes = {info.shape for info in linears.values()} if has_gpu and algorithm == "gptq" else ()
     alike = [{layer: i.num_elements for layer, i in linears.items() if i.shape == shape} for shape in shapes]
     at_once = max(map(max_of_blocks, alike), default=largest)
     work = 16 * at_once + length * item_bytes * (4 * widest + text.get("vocab_size", 0))
-    work += 0 if is_awq else max_of_blocks({layer: 4 * info.shape[1] ** 2 for layer, info in linears.items()})
+    if algorithm == "gptq":
+        work += max_of_blocks({layer: 4 * info.shape[1] ** 2 for layer, info in linears.items()})
 
     def build(place: str, weights: int, other: float, remedy: str, lever: str) -> MemoryNeed:
         sizes = (math.ceil(weights / _MIB), math.ceil(other / _MIB))

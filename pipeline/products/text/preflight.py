@@ -30,7 +30,7 @@ from pipeline.products.text.settings import (
     CandidateSettings,
     EvalSettings,
     HarnessEval,
-    Int4Step,
+    QuantizeStep,
     SpeculativeStep,
     Step,
     TextProduct,
@@ -198,8 +198,10 @@ def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
 
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
-    if isinstance(step, Int4Step):
-        check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
+    if isinstance(step, QuantizeStep):
+        plan, calibration = plan_folder(folder, step), step.calibration
+        if calibration is not None:
+            check_rank(plan, step, calibration.num_samples * calibration.max_tokens)
     elif isinstance(step, SpeculativeStep) and step.draft is not None:
         check_draft(locate_checkpoint(step.draft, root), target=folder)
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pipeline.products.text.settings import (
     EngineSettings,
     OpenaiEngine,
+    QuantizeStep,
     SpeculativeStep,
     Step,
     TextProduct,
@@ -47,6 +48,7 @@ def find_text_problems(product: TextProduct) -> list[str]:
         for name, c in product.candidates.items()
         for problem in _quantising_problems(c.steps)
     ]
+    problems += _imitation_problems(product)
     problems += [
         f"candidates.{name}.engine.{problem}"
         for name, c in product.candidates.items()
@@ -193,16 +195,42 @@ def _quantising_problems(steps: list[Step]) -> list[str]:
     problems, weight_steps = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
     if len(weight_steps) > 1:
         problems.append(
-            f"steps.{weight_steps[1][0]}: expected one quantising step at most, found {weight_steps[1][1].kind} after "
-            f"{weight_steps[0][1].kind}: what is quantised can't be quantised again; remove one"
+            f"steps.{weight_steps[1][0]}: expected one quantising step at most, found another after "
+            f"steps.{weight_steps[0][0]}: what is quantised can't be quantised again; remove one"
         )
     for i, step in weight_steps:
+        if isinstance(step, QuantizeStep):
+            problems += [f"steps.{i}.{problem}" for problem in step.find_problems()]
         sources = step.calibration.sources if step.calibration else []
         problems += [
             f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"
             for n, source in enumerate(sources)
             if source in sources[:n]
         ]
+    return problems
+
+
+def _imitation_problems(product: TextProduct) -> list[str]:
+    """Return what can't be served as asked, or would be released on numbers that the engine only imitates."""
+    problems = []
+    for name, candidate in product.candidates.items():
+        steps = [(i, step) for i, step in enumerate(candidate.steps) if isinstance(step, QuantizeStep)]
+        if not candidate.engine.is_embedded or any(True for _, step in steps for _ in step.find_problems()):
+            continue
+        for i, step in steps:
+            small = next((s.weights.name for s in step.schemes if s.weights.scale_dtype), None)
+            if small and product.serving.dtype != "bfloat16":
+                problems.append(
+                    f"candidates.{name}.steps.{i}.scheme: expected serving.dtype bfloat16 with {small}, which "
+                    f"transformers unpacks into it, got {product.serving.dtype}; set it, or serve by vLLM"
+                )
+            inputs = next((s.input_activations for s in step.schemes if s.input_activations), None)
+            if inputs and name in product.release and product.allow_emulated is None:
+                problems.append(
+                    f"release: expected candidates whose numbers their engine runs, got {name}: the embedded engine "
+                    f"imitates {inputs.name} inputs in {product.serving.dtype}; serve it by vLLM, or say in "
+                    "allow_emulated why that will do"
+                )
     return problems
 
 

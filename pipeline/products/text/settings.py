@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
+from pipeline.products.text.schemes import PRESETS, NumberFormat, Scheme, find_preset, has_free_groups
 from pipeline.records.benchmarks import Work
-from pipeline.settings.base import Eval, Product, Settings, Trace
+from pipeline.settings.base import Eval, Product, Reason, Settings, Trace
 
 
 class Calibration(Settings):
@@ -32,35 +33,106 @@ class WeightStep(Settings):
     calibration: Calibration | None = None
 
 
-class Int4Step(WeightStep):
-    """What INT4 quantisers share.
+class NumberFormats(Settings):
+    """A scheme of numbers: a preset of compressed-tensors by its name, or weights and inputs spelt out."""
+
+    scheme: str | None = None
+    group_size: int | None = Field(default=None, ge=1)  # input channels that share a scale; None: as the scheme has it
+    weights: NumberFormat | None = None
+    input_activations: NumberFormat | None = None
+
+    def resolve(self) -> Scheme:
+        """Return the scheme, with its groups of the size that was asked for."""
+        if self.weights is None:
+            return find_preset(self.scheme or "", self.group_size)
+        return Scheme(weights=self.weights, input_activations=self.input_activations)
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield what contradicts itself, one line each, starting with the key."""
+        spelt_out = next((name for name in ("input_activations", "weights") if getattr(self, name)), None)
+        if self.scheme is not None and self.scheme not in PRESETS:
+            yield f"scheme: expected one of {', '.join(PRESETS)}, got {self.scheme!r}"
+        elif self.scheme is not None and spelt_out:
+            yield f"{spelt_out}: expected none beside the scheme {self.scheme}; remove one"
+        elif self.scheme is None and self.weights is None:
+            yield f"scheme: expected one of {', '.join(PRESETS)}, or weights spelt out, found none"
+        elif self.scheme is not None and self.group_size and not has_free_groups(PRESETS[self.scheme]):
+            yield f"group_size: expected none with scheme {self.scheme}, which has its own; remove it"
+        elif self.weights is not None and self.group_size is not None:
+            yield "group_size: expected it in weights, as they are spelt out; move it there"
+        elif self.weights is not None:
+            yield from self.resolve().find_problems()
+
+
+class LayerRule(NumberFormats):
+    """The scheme of some layers, in place of the step's own."""
+
+    layers: list[str] = Field(min_length=1)  # layer-name patterns: exact, or "re:<regex>"
+
+
+# settings that one algorithm alone has
+_OWN_SETTINGS = {"damping_fraction": "gptq", "activation_order": "gptq", "num_grid_points": "awq"}
+
+
+class QuantizeStep(WeightStep, NumberFormats):
+    """Quantise the linear layers: store weights in few bits, and round inputs where the scheme says so.
 
     Attributes:
-        rounds_to_nearest: no weight is further than half a step from its source.
+        algorithm: how weights are rounded. "rtn" rounds to nearest. "gptq" (Frantar et al. 2022) makes up for errors
+            layer by layer, to second order. "awq" (Lin et al. 2023) scales salient channels before it rounds.
+        rules: of some layers; the first that matches a layer counts.
     """
 
-    rounds_to_nearest: ClassVar[bool] = False
-    bits: Literal[4, 8] = 4
-    group_size: int = Field(default=128, ge=1)
-    symmetric: bool = True
+    kind: Literal["quantize", "gptq", "awq"]  # the last two are read as `quantize`, see below
+    algorithm: Literal["rtn", "gptq", "awq"] = "rtn"
     exclude: list[str] = ["lm_head"]  # layer-name patterns: exact, or "re:<regex>"
-    calibration: Calibration
-
-
-class GptqStep(Int4Step):
-    """GPTQ (Frantar et al. 2022): second-order rounding, layer by layer."""
-
-    kind: Literal["gptq"]
-    damping_fraction: float = Field(default=0.01, gt=0, lt=1)
+    rules: list[LayerRule] = []
+    damping_fraction: float = Field(default=0.01, gt=0, lt=1)  # of the mean Hessian diagonal
     activation_order: bool = False
-
-
-class AwqStep(Int4Step):
-    """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
-
-    rounds_to_nearest = True
-    kind: Literal["awq"]
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
+
+    @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether no weight is further than half a step from its source."""
+        return self.algorithm != "gptq"
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The step's own scheme, and those of its rules."""
+        return (self.resolve(), *(rule.resolve() for rule in self.rules))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Take the settings of a released bundle, where the kind was the algorithm and `bits` stood for the scheme."""
+        if not isinstance(data, dict) or data.get("kind") not in ("gptq", "awq"):
+            return data
+        bits, symmetric, size = data.get("bits", 4), data.get("symmetric", True), data.get("group_size", 128)
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": symmetric}
+        presets = {"4 True": "W4A16", "4 False": "W4A16_ASYM", "8 True": "W8A16"}
+        preset = presets.get(f"{bits!r} {symmetric!r}")
+        old = {"scheme": preset, "group_size": size} if preset else {"weights": weights}
+        kept = {key: value for key, value in data.items() if key not in ("bits", "symmetric", "group_size")}
+        return kept | old | {"kind": "quantize", "algorithm": data["kind"]}
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield what contradicts itself, one line each, starting with the key."""
+        formats = {"": self} | {f"rules.{i}.": rule for i, rule in enumerate(self.rules)}
+        problems = [at + text for at, one in formats.items() for text in NumberFormats.find_problems(one)]
+        yield from problems
+        for name, algorithm in _OWN_SETTINGS.items():
+            is_changed = getattr(self, name) != type(self).model_fields[name].default
+            if is_changed and algorithm != self.algorithm:
+                yield f"{name}: {algorithm} alone has it, got algorithm {self.algorithm}; remove it"
+        if problems:
+            return
+        needs = next((scheme.name for scheme in self.schemes if scheme.needs_calibration), None)
+        if self.algorithm != "rtn":
+            needs = self.algorithm
+        if needs and self.calibration is None:
+            yield f"calibration: expected the texts that {needs} is calibrated on, found none"
+        if self.calibration and not needs:
+            yield "calibration: expected none, as rounding to nearest looks at no text here; remove it"
 
 
 class SpeculativeStep(Settings):
@@ -84,7 +156,7 @@ class SpeculativeStep(Settings):
         return kept | {"num_speculative_tokens": data["num_tokens"]}
 
 
-Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
+Step = Annotated[QuantizeStep | SpeculativeStep, Field(discriminator="kind")]
 
 KERNEL_REPORT_OPTION = "worker-extension-cls"
 KERNEL_REPORT = "quantgate_kernels.KernelReport"  # in serving/vllm_worker, which vLLM's workers import
@@ -310,6 +382,8 @@ class TextProduct(Product):
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     benchmark: BenchmarkSettings
+    # why a candidate may be released whose numbers its engine only imitates in a wider type
+    allow_emulated: Reason | None = None
 
     @property
     def chat_evals(self) -> dict[str, ChatEval]:

@@ -25,7 +25,7 @@ from pipeline.products.text.serving import paged_attention
 from pipeline.products.text.serving.app import Server
 from pipeline.products.text.serving.loading import LoadedModel, load_candidate
 from pipeline.products.text.serving.scoring import score_sequences
-from pipeline.products.text.settings import Calibration, GptqStep
+from pipeline.products.text.settings import Calibration, QuantizeStep
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from tests.fakes.tiny_architectures import ARCHITECTURES, EXPERTS, WINDOWS, write_tiny_model
@@ -77,7 +77,7 @@ def test_linear_layers_are_those_of_the_model_or_the_step_is_refused_by_name(fol
     if folder.name in EXPERTS:
         kind = json.loads((folder / "config.json").read_text())["model_type"]
         with pytest.raises(QuantizationError, match=f"expected a model without experts, got model type '{kind}'"):
-            plan_folder(folder, GptqStep(kind="gptq", group_size=16, calibration=CALIBRATION))
+            plan_folder(folder, QuantizeStep(kind="gptq", group_size=16, calibration=CALIBRATION))
         return
     check_source(folder)
     modules = load_model(folder, dtype="float32").named_modules()

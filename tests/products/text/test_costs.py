@@ -12,12 +12,12 @@ from pipeline.errors import EvidenceError
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text import costs as costs_module
 from pipeline.products.text.costs import Cost, count_output_bytes, plan_costs, render_costs
-from pipeline.products.text.settings import Calibration, CandidateSettings, GptqStep, TextProduct
+from pipeline.products.text.settings import Calibration, CandidateSettings, QuantizeStep, TextProduct
 from pipeline.running.environment import Gpu, Machine
 from tests.fakes.hollow_llama import write_hollow_llama
 from tests.paths import ROOT
 
-STEP = GptqStep(
+STEP = QuantizeStep(
     kind="gptq", calibration=Calibration(sources=["prose"], num_samples=512, max_tokens=512, length_exponent=0.0)
 )
 SMALL = Machine(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.optimize.layers import format_name, plan_layers
-from pipeline.products.text.settings import Calibration, GptqStep
+from pipeline.products.text.optimize.layers import plan_layers
+from pipeline.products.text.settings import Calibration, QuantizeStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, length_exponent=0.0)
 
@@ -22,9 +22,9 @@ def shapes(num_layers: int = 2, hidden: int = 128, inner: int = 256) -> dict[str
     return found | {"lm_head": (320, hidden)}
 
 
-def step(**changes: Any) -> GptqStep:
+def step(**changes: Any) -> QuantizeStep:
     settings: dict[str, Any] = {"group_size": 64} | changes
-    return GptqStep(kind="gptq", calibration=CALIBRATION, **settings)
+    return QuantizeStep(kind="gptq", calibration=CALIBRATION, **settings)
 
 
 def test_default_leaves_only_the_head_out() -> None:
@@ -95,5 +95,5 @@ def test_nothing_left_is_refused() -> None:
 
 
 def test_format_name() -> None:
-    assert format_name(step()) == "int4-g64-symmetric"
-    assert format_name(step(bits=8, symmetric=False, group_size=32)) == "int8-g32-asymmetric"
+    assert step().resolve().name == "int4-g64-symmetric"
+    assert step(bits=8, symmetric=False, group_size=32).resolve().name == "int8-g32-asymmetric"

@@ -15,6 +15,7 @@ from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import _choose_device, _run
+from pipeline.products.text.settings import QuantizeStep
 from tests.fakes.tiny_llama import write_tiny_llama
 
 
@@ -49,8 +50,8 @@ def test_a_full_card_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch,
         raise torch.OutOfMemoryError("Sequential pipeline ran out of memory.\nTry sequential_targets") from cause
 
     monkeypatch.setattr(llm_compressor, "run_recipe", run_recipe)
-    log, plan = StepLog("gptq"), LayerPlan(asked={}, excluded={})
+    log, plan = StepLog("gptq"), LayerPlan(asked={}, excluded={}, schemes={})
     with pytest.raises(QuantizationError, match=r"max_tokens") as caught:
-        _run(None, None, lambda model, plan, log: [], plan, log, samples=[], destination=tmp_path)
+        _run(None, None, QuantizeStep(kind="quantize", scheme="W8A8"), plan, log, samples=[], destination=tmp_path)
     assert "quantising: out of memory on GPU 0: 2.00 GiB needed, 1.00 GiB of 79.11 GiB free; " in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -17,19 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize import reconstruction
-from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
+from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
-from pipeline.products.text.settings import AwqStep, Calibration, GptqStep
+from pipeline.products.text.settings import Calibration, QuantizeStep
 
 LAYER, SHAPE, GROUP = "model.layers.0.mlp.down_proj", (24, 128), 32
-PLAN = LayerPlan(asked={LAYER: SHAPE}, excluded={})
 CALIBRATION = Calibration(sources=["prose"], num_samples=1, max_tokens=8, length_exponent=0.0)
 
 
-def make_step(kind: str, *, symmetric: bool = True) -> Int4Step:
+def make_step(kind: str, *, symmetric: bool = True) -> QuantizeStep:
     settings: dict[str, Any] = {"kind": kind, "group_size": GROUP, "symmetric": symmetric, "calibration": CALIBRATION}
-    return AwqStep(**settings, num_grid_points=3) if kind == "awq" else GptqStep(**settings)
+    return QuantizeStep(**settings, num_grid_points=3) if kind == "awq" else QuantizeStep(**settings)
 
 
 def write_folder(folder: Path, tensors: dict[str, Any]) -> Path:
@@ -61,8 +60,9 @@ def source(tmp_path: Path, weight: torch.Tensor) -> Path:
     return write_folder(tmp_path / "source", {"weight": weight})
 
 
-def check(folder: Path, source: Path, step: Int4Step, log: StepLog | None = None) -> None:
-    check_reconstruction(folder, source=source, step=step, plan=PLAN, log=log or StepLog(step.kind, total=1))
+def check(folder: Path, source: Path, step: QuantizeStep, log: StepLog | None = None) -> None:
+    plan = LayerPlan({LAYER: SHAPE}, {}, {LAYER: step.resolve()})
+    check_reconstruction(folder, source=source, step=step, plan=plan, log=log or StepLog(step.algorithm, total=1))
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero-points"])

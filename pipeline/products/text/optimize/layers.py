@@ -17,10 +17,9 @@ from typing import Any
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
-from pipeline.products.text.settings import AwqStep, GptqStep
+from pipeline.products.text.schemes import Scheme
+from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
-
-Int4Step = GptqStep | AwqStep
 
 _GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
 # vLLM computes each of these as one matrix product, so their weights need one format
@@ -33,14 +32,18 @@ class LayerPlan:
 
     asked: dict[str, tuple[int, int]]
     excluded: dict[str, tuple[int, int]]
+    schemes: dict[str, Scheme]  # of each layer that is asked
+
+    @property
+    def groups(self) -> list[tuple[Scheme, list[str]]]:
+        """Each scheme with its layers."""
+        groups: dict[str, tuple[Scheme, list[str]]] = {}
+        for layer, scheme in self.schemes.items():
+            groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(layer)
+        return list(groups.values())
 
 
-def format_name(step: Int4Step) -> str:
-    """Name the format a step asks for, for example "int4-g128-symmetric"."""
-    return f"int{step.bits}-g{step.group_size}-{'symmetric' if step.symmetric else 'asymmetric'}"
-
-
-def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
+def plan_folder(folder: Path, step: QuantizeStep) -> LayerPlan:
     """Plan a step for a checkpoint on disk, from its headers alone."""
     check_source(folder)
     return plan_layers(layer_shapes(folder), step, tied_head=tied_head(folder))
@@ -72,7 +75,9 @@ def _find_experts(config: Mapping[str, Any], tensors: Iterable[str]) -> str | No
     return next((repr(name) for name in tensors if ".experts." in name), None)
 
 
-def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_head: str | None = None) -> LayerPlan:
+def plan_layers(
+    shapes: Mapping[str, tuple[int, int]], step: QuantizeStep, *, tied_head: str | None = None
+) -> LayerPlan:
     """Split layers into asked and excluded, and refuse what can't be done.
 
     Args:
@@ -81,13 +86,15 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
         tied_head: name of a head that shares its weights with the embedding, if there is one.
 
     Raises:
-        QuantizationError: a pattern matches no layer, or nothing is left. Or a group size does not
-            divide, a fused group disagrees, or the tied head is asked for.
+        QuantizationError: a pattern matches no layer, or nothing is left. Or a rule is for an excluded layer, groups or
+            blocks don't divide a layer, a fused group disagrees, or the tied head is asked for.
     """
     excluded = match_patterns(shapes, step.exclude)
+    asked = {name: shape for name, shape in shapes.items() if name not in excluded}
     plan = LayerPlan(
-        asked={name: shape for name, shape in shapes.items() if name not in excluded},
+        asked=asked,
         excluded={name: shape for name, shape in shapes.items() if name in excluded},
+        schemes=_choose_schemes(asked, step, excluded),
     )
     if not plan.asked:
         raise QuantizationError(f"exclude: {step.exclude!r} leaves none of {len(shapes)} linear layers to quantise")
@@ -95,13 +102,29 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
         raise QuantizationError(
             f"exclude: {tied_head!r} shares its weights with the embedding, which stays as it is; add it to `exclude`"
         )
-    _check_group_size(plan, step)
+    _check_widths(plan)
     _check_fused_groups(plan)
     return plan
 
 
-def check_rank(plan: LayerPlan, num_tokens: int) -> None:
-    """Refuse fewer calibration tokens than the widest layer has input features."""
+def _choose_schemes(asked: Iterable[str], step: QuantizeStep, excluded: set[str]) -> dict[str, Scheme]:
+    """Return the scheme of each layer: of the first rule that matches it, else the step's own."""
+    schemes = dict.fromkeys(asked, step.resolve())
+    for i, rule in reversed(list(enumerate(step.rules))):
+        matched = match_patterns([*schemes, *excluded], rule.layers, key=f"rules.{i}.layers")
+        if both := matched & excluded:
+            raise QuantizationError(
+                f"rules.{i}.layers: expected layers that are quantised, got {min(both)!r}, which `exclude` names; "
+                "remove it from one of both"
+            )
+        schemes |= dict.fromkeys(matched, rule.resolve())
+    return schemes
+
+
+def check_rank(plan: LayerPlan, step: QuantizeStep, num_tokens: int) -> None:
+    """Refuse fewer calibration tokens than the widest layer has input features, where they determine its weights."""
+    if step.algorithm == "rtn":
+        return
     widest = max(plan.asked, key=lambda name: plan.asked[name][1])
     if num_tokens < (width := plan.asked[widest][1]):
         raise QuantizationError(
@@ -110,8 +133,12 @@ def check_rank(plan: LayerPlan, num_tokens: int) -> None:
         )
 
 
-def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+def match_patterns(names: Iterable[str], patterns: Iterable[str], *, key: str = "exclude") -> set[str]:
     """Return the layers that any pattern matches: an exact name, or "re:" and a regex from the start.
+
+    Args:
+        names: of all linear layers.
+        patterns: of the setting `key`, which messages name.
 
     Raises:
         QuantizationError: a pattern matches no layer (the nearest are named) or is no regex.
@@ -119,21 +146,21 @@ def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     known = list(names)
     matched: set[str] = set()
     for pattern in patterns:
-        matching = {name for name in known if _matches(pattern, name)}
+        matching = {name for name in known if _matches(pattern, name, key)}
         if not matching:
             nearest = ", ".join(_nearest(pattern, known))
-            raise QuantizationError(f"exclude: {pattern!r} matches no linear layer; the nearest are {nearest}")
+            raise QuantizationError(f"{key}: {pattern!r} matches no linear layer; the nearest are {nearest}")
         matched |= matching
     return matched
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str, key: str) -> bool:
     if not pattern.startswith("re:"):
         return name == pattern
     try:
         return re.match(pattern[3:], name) is not None
     except re.error as error:
-        raise QuantizationError(f"exclude: {pattern!r} is not a regular expression: {error}") from None
+        raise QuantizationError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:
@@ -146,28 +173,52 @@ def _nearest(pattern: str, names: list[str]) -> list[str]:
     return list(dict.fromkeys(heads + [tails[tail] for tail in close]))[:3]
 
 
-def _check_group_size(plan: LayerPlan, step: Int4Step) -> None:
-    wrong = {name: shape[1] for name, shape in plan.asked.items() if shape[1] % step.group_size}
+def _check_widths(plan: LayerPlan) -> None:
+    """Refuse layers that the groups or blocks of their scheme don't divide."""
+    wrong = {name: shape for name, shape in plan.asked.items() if not _divides(plan.schemes[name], shape)}
     if not wrong:
         return
-    fits = [g for g in _GROUP_SIZES if all(shape[1] % g == 0 for shape in plan.asked.values())]
-    offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
-    shown = ", ".join(f"{name} ({width})" for name, width in list(wrong.items())[:3])
+    scheme = plan.schemes[next(iter(wrong))]
+    wrong = {name: shape for name, shape in wrong.items() if plan.schemes[name] == scheme}
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if blocks := scheme.weights.block_structure:
+        shown = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in list(wrong.items())[:3])
+        raise QuantizationError(
+            f"scheme: blocks of {blocks[0]} x {blocks[1]} do not divide {len(wrong)} layers: {shown}{more}; "
+            "exclude them, or give them another scheme by a rule"
+        )
+    sizes = () if scheme.weights.scale_dtype else _GROUP_SIZES
+    fits = [g for g in sizes if all(shape[1] % g == 0 for shape in plan.asked.values())]
+    offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
+    shown = ", ".join(f"{name} ({width})" for name, (_, width) in list(wrong.items())[:3])
     raise QuantizationError(
-        f"group_size: {step.group_size} does not divide the input features of {len(wrong)} layers: "
+        f"group_size: {scheme.weights.group_size} does not divide the input features of {len(wrong)} layers: "
         f"{shown}{more}; {offer}"
     )
+
+
+def _divides(scheme: Scheme, shape: tuple[int, int]) -> bool:
+    inputs = scheme.input_activations
+    blocks = scheme.weights.block_structure or (1, scheme.weights.group_size or 1)
+    by_input = inputs.group_size or 1 if inputs else 1
+    return shape[0] % blocks[0] == 0 and shape[1] % blocks[1] == 0 and shape[1] % by_input == 0
 
 
 def _check_fused_groups(plan: LayerPlan) -> None:
     parents = dict.fromkeys(name.rpartition(".")[0] for name in plan.asked)
     for parent in parents:
         for members in _FUSED:
-            excluded = [m for m in members if f"{parent}.{m}" in plan.excluded]
-            asked = [m for m in members if f"{parent}.{m}" in plan.asked]
-            if excluded and asked:
+            layers = {m: f"{parent}.{m}" for m in members}
+            excluded = [m for m, layer in layers.items() if layer in plan.excluded]
+            schemes = {m: plan.schemes[layer] for m, layer in layers.items() if layer in plan.asked}
+            if excluded and schemes:
                 raise QuantizationError(
                     f"exclude: {parent}: {', '.join(members)} are fused by vLLM and need one format, but "
-                    f"{', '.join(excluded)} would be excluded and {', '.join(asked)} quantised; exclude all or none"
+                    f"{', '.join(excluded)} would be excluded and {', '.join(schemes)} quantised; exclude all or none"
+                )
+            first = next(iter(schemes), "")
+            if other := next((m for m in schemes if schemes[m] != schemes[first]), None):
+                raise QuantizationError(
+                    f"rules: {parent}: {', '.join(members)} are fused by vLLM and need one format, but {first} "
+                    f"would be {schemes[first].name} and {other} {schemes[other].name}; give all of them one scheme"
                 )

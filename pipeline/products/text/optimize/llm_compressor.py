@@ -32,22 +32,26 @@ from loguru import logger
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from pipeline.products.text.checkpoints import hide_progress_bars
-from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
+from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
-from pipeline.products.text.settings import AwqStep, GptqStep
+from pipeline.products.text.schemes import Scheme
+from pipeline.products.text.settings import QuantizeStep
 
 ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
 
 
 def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequence[Sequence[int]]) -> None:
-    """Quantise `model` in place, with calibration samples in the order and at the length given."""
+    """Quantise `model` in place, with calibration samples in the order and at the length given; there may be none."""
     batches = [
         {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         for ids in samples
     ]
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    data: dict[str, Any] = {}
+    if batches:
+        loader = torch.utils.data.DataLoader(batches, batch_size=None)
+        data = {"dataset": loader, "num_calibration_samples": len(batches)}
     with quiet_library():
-        oneshot(model=model, tokenizer=tokenizer, recipe=recipe, dataset=loader, num_calibration_samples=len(batches))
+        oneshot(model=model, tokenizer=tokenizer, recipe=recipe, **data)
 
 
 def save_compressed(model: Any, folder: Any) -> None:
@@ -56,8 +60,15 @@ def save_compressed(model: Any, folder: Any) -> None:
         model.save_pretrained(folder, save_compressed=True)
 
 
-def gptq_recipe(step: GptqStep, plan: LayerPlan, log: StepLog, *, model: Any) -> list[Any]:
-    """Build the recipe of a GPTQ step; losses and fallbacks go to `log`."""
+def build_recipe(step: QuantizeStep, plan: LayerPlan, log: StepLog, *, model: Any) -> list[Any]:
+    """Build the recipe of a step; losses and fallbacks go to `log`."""
+    if step.algorithm == "gptq":
+        return _build_gptq(step, plan, log, model)
+    rounding = QuantizationModifier(**_build_groups(plan))
+    return [_build_awq(step, plan, log), rounding] if step.algorithm == "awq" else [rounding]
+
+
+def _build_gptq(step: QuantizeStep, plan: LayerPlan, log: StepLog, model: Any) -> list[Any]:
     names = {module: name for name, module in model.named_modules()}
 
     class ReportingLogger(gptq_module.CompressionLogger):
@@ -83,7 +94,7 @@ def gptq_recipe(step: GptqStep, plan: LayerPlan, log: StepLog, *, model: Any) ->
 
     return [
         ReportingGptq(
-            **_scheme(step, plan),
+            **_build_groups(plan),
             dampening_frac=step.damping_fraction,
             actorder="static" if step.activation_order else None,
             batched_quantization=ALIKE_AT_ONCE if torch.cuda.is_available() else None,
@@ -91,8 +102,8 @@ def gptq_recipe(step: GptqStep, plan: LayerPlan, log: StepLog, *, model: Any) ->
     ]
 
 
-def awq_recipe(step: AwqStep, plan: LayerPlan, log: StepLog) -> list[Any]:
-    """Build the recipe of an AWQ step; the loss of a scale search counts for each layer it scales."""
+def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
+    # the loss of a scale search counts for each layer it scales
 
     class ReportingAwq(AWQModifier):
         """Searches scales only where they help, and reports each search."""
@@ -110,7 +121,7 @@ def awq_recipe(step: AwqStep, plan: LayerPlan, log: StepLog) -> list[Any]:
             log.record_scales(mapping.balance_names, scales, smoothed=mapping.smooth_name)
             return scales
 
-    return [ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points), QuantizationModifier(**_scheme(step, plan))]
+    return ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points)
 
 
 def forget_model() -> None:
@@ -154,12 +165,19 @@ def _is_news(record: Any) -> bool:
     return not known and record["level"].name in ("WARNING", "ERROR", "CRITICAL")
 
 
-def _scheme(step: Int4Step, plan: LayerPlan) -> dict[str, Any]:
-    weights = {
-        "num_bits": step.bits,
-        "type": "int",
-        "symmetric": step.symmetric,
-        "strategy": "group",
-        "group_size": step.group_size,
+def _build_groups(plan: LayerPlan) -> dict[str, Any]:
+    """Return the schemes and their layers as a modifier takes them: by the layers' names where there are several."""
+    groups = {
+        f"group_{i}": {"targets": ["Linear"] if len(plan.groups) == 1 else sorted(layers), **_as_arguments(scheme)}
+        for i, (scheme, layers) in enumerate(plan.groups)
     }
-    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": sorted(plan.excluded)}
+    return {"config_groups": groups, "ignore": sorted(plan.excluded)}
+
+
+def _as_arguments(scheme: Scheme) -> dict[str, Any]:
+    """Return a scheme in the library's own arguments; what it decides by itself is left to it."""
+    arguments = scheme.model_dump(exclude_none=True)
+    for numbers in arguments.values():
+        if "scale_dtype" in numbers:
+            numbers["scale_dtype"] = getattr(torch, numbers["scale_dtype"])
+    return arguments

@@ -8,7 +8,6 @@ different.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +26,15 @@ from pipeline.products.text.checkpoints import (
 )
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
-from pipeline.products.text.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
+from pipeline.products.text.optimize.layers import LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
+from pipeline.products.text.settings import QuantizeStep
 from pipeline.records.digests import TEXT_FILES, digest_files
 from pipeline.records.evaluations import Fallback, LayerCoverage
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.gpu_failures import explain_gpu_failure
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
-
-RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
 
 _REMEDY = "end what else runs on the GPU, or use a larger card"
 _PROBE_TOKENS = 16  # length of the forward pass that proves finite logits
@@ -54,66 +52,76 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
-def quantize(
-    source: Path, destination: Path, *, step: Int4Step, calibration_set: Evalset, build_recipe: RecipeBuilder
-) -> StepResult:
+def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration_set: Evalset) -> StepResult:
     """Quantise the checkpoint at `source` into the new folder `destination`.
+
+    GPTQ: Frantar, Ashkboos, Hoefler, Alistarh 2022, arXiv 2210.17323, algorithm 1; `activation_order` is
+    llm-compressor's static order, which changes no format and costs nothing when serving. AWQ: Lin et al. 2023, arXiv
+    2306.00978, section 3.2; a layer that no scale fits (an output projection behind grouped-query attention, for one)
+    is rounded without, which is a fallback.
 
     Args:
         source: a dense checkpoint.
         destination: must not exist.
-        step: bits, groups, exclusions and calibration.
+        step: algorithm, schemes, exclusions and calibration.
         calibration_set: an evalset of kind "documents".
-        build_recipe: (model, plan, log) -> recipe of the quantisation library.
 
     Raises:
         QuantizationError: the step can't be done, or its output is not what was asked for.
         CheckpointError: the source, or the output when it is loaded again, is broken.
     """
-    log = StepLog(step.kind)
+    log = StepLog(step.algorithm)
     with log.phases.measure("load the tokenizer"):
         open_checkpoint(source)
         check_source(source)
         tokenizer = load_tokenizer(source)
-        samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
+        samples = _select_samples(calibration_set, tokenizer, step, source)
     with log.phases.measure("load the model"):
         model = load_model(source, dtype="auto")
     with log.phases.measure("check the source"):
         check_finite(model.state_dict().items(), where=source)
     plan = plan_layers(_linear_shapes(model), step, tied_head=_tied_head(model))
-    check_rank(plan, num_tokens := sum(map(len, samples)))
-    # the first layer's loss comes after every sample has been through it
-    print(f"{step.kind} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
+    if samples:
+        check_rank(plan, step, num_tokens := sum(map(len, samples)))
+        # the first layer's loss comes after every sample has been through it
+        print(f"{step.algorithm} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
     log.total = len(plan.asked)
-    _run(model, tokenizer, build_recipe, plan, log, samples=samples, destination=destination)
+    _run(model, tokenizer, step, plan, log, samples=samples, destination=destination)
     with log.phases.measure("free the model"):
         del model
         _forget_model()
     copy_text_files(source, destination)
+    probe = samples[0][:_PROBE_TOKENS] if samples else list(range(min(_PROBE_TOKENS, len(tokenizer))))
     # digested beside the checks: hashing lets other threads run
     with ThreadPoolExecutor(1) as pool:
         digesting = pool.submit(digest_files, destination)
         with explain_gpu_failure("checking the output", remedy=_REMEDY, error_type=QuantizationError):
-            coverage = _check_output(
-                destination, samples[0][:_PROBE_TOKENS], source=source, step=step, plan=plan, log=log
-            )
+            coverage = _check_output(destination, probe, source=source, step=step, plan=plan, log=log)
         with log.phases.measure("digest"):
             files = digesting.result()
-    record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
+    record = step.model_dump(mode="json") | ({"calibrated_on": count_samples(samples)} if samples else {})
     return StepResult(coverage, tuple(log.fallbacks), record, files=files, seconds=log.phases.seconds)
 
 
+def _select_samples(calibration_set: Evalset, tokenizer: Any, step: QuantizeStep, source: Path) -> list[list[int]]:
+    if step.calibration is None:
+        return []
+    return select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
+
+
 def _check_output(
-    folder: Path, token_ids: list[int], *, source: Path, step: Int4Step, plan: LayerPlan, log: StepLog
+    folder: Path, token_ids: list[int], *, source: Path, step: QuantizeStep, plan: LayerPlan, log: StepLog
 ) -> tuple[LayerCoverage, ...]:
-    coverage = check_coverage(folder, source=source, step=step, plan=plan, log=log)
+    coverage = check_coverage(folder, source=source, plan=plan, log=log)
     device = _choose_device(folder)
     with log.phases.measure("check the weights"):
         check_reconstruction(folder, source=source, step=step, plan=plan, log=log, device=device)
         check_finite(iterate_weights(folder), where=folder)
-    for layer in plan.asked:
-        if layer not in log.losses:
-            log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")
+    if step.algorithm != "rtn":
+        for layer in plan.asked:
+            if layer not in log.losses:
+                reason = f"rounded to nearest: no {step.algorithm} rule of the library fits this layer"
+                log.record_fallback(layer, reason)
     with log.phases.measure("check the logits"):
         _check_logits(folder, token_ids, device=device)
     return coverage
@@ -147,7 +155,7 @@ def _tied_head(model: Any) -> str | None:
 def _run(
     model: Any,
     tokenizer: Any,
-    build_recipe: RecipeBuilder,
+    step: QuantizeStep,
     plan: LayerPlan,
     log: StepLog,
     *,
@@ -155,13 +163,13 @@ def _run(
     destination: Path,
 ) -> None:
     with log.phases.measure("import the library"):
-        from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
+        from pipeline.products.text.optimize.llm_compressor import build_recipe, run_recipe, save_compressed
     try:
         with explain_gpu_failure(
             "quantising", remedy=f"lower calibration.max_tokens, {_REMEDY}", error_type=QuantizationError
         ):
             with log.phases.measure("quantise"):
-                run_recipe(model, tokenizer, build_recipe(model, plan, log), samples=samples)
+                run_recipe(model, tokenizer, build_recipe(step, plan, log, model=model), samples=samples)
             with log.phases.measure("save"):
                 save_compressed(model, destination)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:

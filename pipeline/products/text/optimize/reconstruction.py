@@ -1,9 +1,10 @@
 """Hold the weights of a quantised folder against its source: a difference that rounding can't explain is refused.
 
-An eval of a few thousand cases may not show one wrong scale, so the numbers themselves are looked at. Each packed
-layer is read back from disk and unpacked, and the scales that AWQ moved from layer to layer are undone. What is left
-is the error of rounding, in steps of the group that a weight is in. Layers come one at a time, and only some rows of
-one are in float32, so that a CPU works in its cache. Two things are known of the error:
+An eval of a few thousand cases may not show one wrong scale, so the numbers themselves are looked at. The values of
+each layer are read back from disk, and the scales that AWQ moved from layer to layer are undone. What is left is the
+error of rounding, in steps: of an integer the scale of the group that a weight is in, of a float the distance to the
+next value of its format there, which grows with the value. Layers come one at a time, and only some rows of one are in
+float32, so that a CPU works in its cache. Two things are known of the error:
 
 - rounding raises as often as it lowers. So over a layer the mean error is near 0, and it is one step where a
   zero-point is off by one. GPTQ, which makes up for errors by others, keeps the mean small as well (0.007 steps on
@@ -12,7 +13,7 @@ one are in float32, so that a CPU works in its cache. Two things are known of th
   scale, or a bit less, makes it about 1 (0.39 at most on the shipped checkpoint, where a uniform error makes 0.29).
 
 Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
-scale that is wrong by a tenth or less, nor are tensors that are not packed, such as norms.
+scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms, nor scales of inputs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.checkpoints import name_layer, read_config
-from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
+from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.schemes import NumberFormat, Scheme
+from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import open_weights, read_tensors
 
 MAX_MEAN_STEPS = 0.25  # of a layer: a quarter of what a zero-point that is off by one makes
@@ -35,8 +38,22 @@ _CHUNK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # in float32 at a time: a CP
 Parts = dict[str, Any]  # the tensors of a layer by the last part of their name
 
 
+class FloatLayout(NamedTuple):
+    """What decides the distance between neighbouring values of a float format."""
+
+    mantissa_bits: int
+    least_exponent: int  # of its normal numbers; below it values are evenly spaced
+    largest: float
+
+
+# OCP's E4M3 without infinity, and E2M1 of the Microscaling specification 1.0
+_FLOATS = {8: FloatLayout(3, -6, 448.0), 4: FloatLayout(1, 0, 6.0)}
+_FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by the lowest three bits; the fourth is the sign
+_EXPONENT_BIAS = 127  # of a power of two in eight bits
+
+
 def check_reconstruction(
-    folder: Path, *, source: Path, step: Int4Step, plan: LayerPlan, log: StepLog, device: str = "cpu"
+    folder: Path, *, source: Path, step: QuantizeStep, plan: LayerPlan, log: StepLog, device: str = "cpu"
 ) -> None:
     """Refuse a quantised folder whose weights are not those of its source, rounded.
 
@@ -59,7 +76,8 @@ def check_reconstruction(
                 continue
             packed = _read_layer(packed_names[layer], read_packed, device)
             weight = _move(read_dense(dense_names[layer]["weight"]), device)
-            _check_layer(packed, log.scale_as_moved(layer, weight), step, where=f"{folder}: layer {layer!r}")
+            weight, scheme = log.scale_as_moved(layer, weight), plan.schemes[layer]
+            _check_layer(packed, weight, scheme, is_nearest=step.rounds_to_nearest, where=f"{folder}: layer {layer!r}")
 
 
 @contextlib.contextmanager
@@ -95,16 +113,13 @@ def _move(tensor: Any, device: str) -> Any:
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _check_layer(packed: Parts, weight: Any, step: Int4Step, *, where: str) -> None:
-    import torch
-
-    # weight and scale are stored in this format, and so is the value that is up to 2^bits steps from zero
-    limit = _HALF_STEP + 2**step.bits * torch.finfo(packed["weight_scale"].dtype).eps
+def _check_layer(packed: Parts, weight: Any, scheme: Scheme, *, is_nearest: bool, where: str) -> None:
+    limit = _HALF_STEP + _count_steps(scheme.weights) * _read_precision(packed["weight_scale"])
     total = 0.0
     worst = (0.0, 0, 0)  # steps, row, group
-    for first, errors in _iterate_errors(packed, weight, step):
+    for first, errors in _iterate_errors(packed, weight, scheme):
         total += float(errors.sum())
-        if step.rounds_to_nearest:
+        if is_nearest:
             sizes = errors.square_().mean(dim=2).sqrt()
             row, group = divmod(int(sizes.argmax()), sizes.shape[1])
             worst = max(worst, (float(sizes[row, group]), first + row, group))
@@ -117,30 +132,89 @@ def _check_layer(packed: Parts, weight: Any, step: Int4Step, *, where: str) -> N
     if worst[0] > limit:
         raise QuantizationError(
             f"{where}: group {worst[2]} of row {worst[1]} is {worst[0]:.2f} steps from the source's weights "
-            f"(root mean square), expected at most {limit:.2f} of {step.bits} bits; its scale or "
+            f"(root mean square), expected at most {limit:.2f} of {scheme.weights.num_bits} bits; its scale or "
             "its values are wrong"
         )
 
 
-def _iterate_errors(packed: Parts, weight: Any, step: Int4Step) -> Iterator[tuple[int, Any]]:
+def _count_steps(weights: NumberFormat) -> int:
+    """Return how many steps a value may be from zero, which is how often an error of its scale counts."""
+    return 2**weights.num_bits if weights.type == "int" else 2 ** (_FLOATS[weights.num_bits].mantissa_bits + 1)
+
+
+def _read_precision(scale: Any) -> float:
+    """Return the relative error of a scale as stored; scales of eight bits were rounded before they were used."""
+    import torch
+
+    return float(torch.finfo(scale.dtype).eps) if scale.dtype.is_floating_point and scale.itemsize > 1 else 0.0
+
+
+def _iterate_errors(packed: Parts, weight: Any, scheme: Scheme) -> Iterator[tuple[int, Any]]:
     """Yield the first row of each part of a layer, and how far its weights are off as (rows, groups, group_size)."""
-    scale = packed["weight_scale"].float()
-    if step.symmetric:
-        zero = scale.new_full((1, 1), 2.0 ** (step.bits - 1)).expand(scale.shape)  # packed values count from 0 on
-    else:
-        zero = _unpack(packed["weight_zero_point"].T, step.bits).T[: len(scale)].float()
-    num_rows = max(1, _CHUNK_WEIGHTS[weight.device.type] // weight.shape[1])
-    for first in range(0, len(weight), num_rows):
+    numbers, (num_out, num_in) = scheme.weights, weight.shape
+    scale = _read_scales(packed, numbers, num_out)
+    num_groups = scale.shape[1]
+    zero = _read_zero_points(packed, scheme, scale)
+    num_rows = max(1, _CHUNK_WEIGHTS[weight.device.type] // num_in)
+    for first in range(0, num_out, num_rows):
         rows = slice(first, first + num_rows)
-        values = _unpack(packed["weight_packed"][rows], step.bits)[:, : weight.shape[1]]
-        errors = values.reshape(*scale[rows].shape, step.group_size).float()
-        errors -= zero[rows][..., None]
-        errors -= weight[rows].reshape(errors.shape) / scale[rows][..., None]
-        yield first, errors
+        values = _read_values(packed, rows, scheme)[:, :num_in].reshape(-1, num_groups, num_in // num_groups).float()
+        exact = weight[rows].reshape(values.shape) / scale[rows][..., None]
+        if numbers.type == "int":
+            values -= zero[rows][..., None]
+            values -= exact
+        else:
+            values -= exact
+            values /= _measure_steps(exact, _FLOATS[numbers.num_bits])
+        yield first, values
+
+
+def _read_scales(packed: Parts, numbers: NumberFormat, num_out: int) -> Any:
+    """Return the scales in float32 as (rows, groups); what shares one over several rows has it in each."""
+    scale = packed["weight_scale"]
+    if numbers.scale_dtype == "uint8":  # a power of two, by its exponent
+        return (scale.float() - _EXPONENT_BIAS).exp2()
+    scale = scale.float()
+    if numbers.strategy == "tensor_group":
+        return scale / packed["weight_global_scale"]
+    if numbers.block_structure:
+        return scale.repeat_interleave(numbers.block_structure[0], dim=0)
+    return scale.reshape(-1, 1).expand(num_out, 1) if scale.numel() == 1 else scale
+
+
+def _read_zero_points(packed: Parts, scheme: Scheme, scale: Any) -> Any:
+    """Return the value that stands for zero as (rows, groups)."""
+    bits, is_packed = scheme.weights.num_bits, scheme.storage == "pack-quantized"
+    if scheme.weights.symmetric:  # packed values count from 0 on
+        return scale.new_full((1, 1), 2.0 ** (bits - 1) if is_packed else 0.0).expand(scale.shape)
+    if not is_packed:
+        return packed["weight_zero_point"].float()
+    return _unpack(packed["weight_zero_point"].T, bits).T[: len(scale)].float()
+
+
+def _read_values(packed: Parts, rows: slice, scheme: Scheme) -> Any:
+    """Return the stored values of some rows as (rows, in): whole numbers, or floats of few bits in a wider type."""
+    if "weight" in packed:
+        return packed["weight"][rows]
+    values = _unpack(packed["weight_packed"][rows], scheme.weights.num_bits)
+    if scheme.weights.type == "int":
+        return values
+    import torch
+
+    table = torch.tensor(_FP4_VALUES + [-value for value in _FP4_VALUES], device=values.device)
+    return table[values.long()]
+
+
+def _measure_steps(values: Any, layout: FloatLayout) -> Any:
+    """Return the distance between neighbours of a float format at each value, (x,) of any shape."""
+    import torch
+
+    exponents = values.abs().clamp(max=layout.largest).frexp().exponent - 1
+    return torch.ldexp(torch.ones_like(values), exponents.clamp(min=layout.least_exponent) - layout.mantissa_bits)
 
 
 def _unpack(words: Any, bits: int) -> Any:
-    """Return the unsigned values in rows of int32, the first value in a word's lowest bits."""
+    """Return the unsigned values in rows of integers, the first value in a word's lowest bits."""
     import torch
 
     octets = words.contiguous().view(torch.uint8)

@@ -1,0 +1,189 @@
+"""Number formats of quantised layers, by the names and in the fields of compressed-tensors.
+
+A scheme says how the weights of a layer are stored and, where there are any, how its inputs are rounded while it runs.
+`PRESETS` are the library's own of 4 and 8 bits (a test holds them against it), so that settings are read without it.
+Source: compressed-tensors 0.19, `quantization/quant_scheme.py` and `compressors/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.settings.base import Settings
+
+_WORD_BITS = 32  # narrow integers are packed into int32
+_HALF_BYTE = 4
+
+_ITEM_BYTES = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
+
+Part = tuple[str, tuple[int, ...]]  # type as safetensors spells it, and shape
+
+
+class NumberFormat(Settings):
+    """Numbers of few bits and what shares a scale: the arguments of compressed-tensors' `QuantizationArgs`."""
+
+    num_bits: Literal[4, 8]
+    type: Literal["int", "float"]
+    strategy: Literal["tensor", "channel", "token", "group", "tensor_group", "block"]
+    symmetric: bool = True  # no zero-point
+    dynamic: bool | Literal["local"] = False  # scales are taken from each input while it runs
+    group_size: Annotated[int, Field(ge=1)] | None = None  # input channels that share a scale
+    block_structure: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] | None = None
+    scale_dtype: Literal["float8_e4m3fn", "uint8"] | None = None  # None: that of the weights
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield what contradicts itself, one line each, starting with the key."""
+        needs = {"group": "group_size", "tensor_group": "group_size", "block": "block_structure"}.get(self.strategy)
+        for name in ("group_size", "block_structure"):
+            if (getattr(self, name) is None) == (name == needs):
+                wanted = "a value" if name == needs else "none"
+                yield f"{name}: expected {wanted} with strategy {self.strategy}, got {getattr(self, name)!r}"
+        if self.type == "float" and not self.symmetric:
+            yield "symmetric: expected true with type float, got false"
+
+    @property
+    def name(self) -> str:
+        """Short name, such as "int4-g128-symmetric", "fp8-channel" or "nvfp4"."""
+        if self.scale_dtype:
+            return f"{'nv' if self.scale_dtype == 'float8_e4m3fn' else 'mx'}fp{self.num_bits}"
+        sharing = {"group": f"g{self.group_size}", "block": "x".join(map(str, self.block_structure or ()))}
+        name = f"{'int' if self.type == 'int' else 'fp'}{self.num_bits}-{sharing.get(self.strategy, self.strategy)}"
+        if self.type == "int":
+            name += "-symmetric" if self.symmetric else "-asymmetric"
+        return name + ("-dynamic" if self.dynamic else "")
+
+
+class Scheme(Settings):
+    """How a layer's weights are stored, and how its inputs are rounded (None: not at all)."""
+
+    weights: NumberFormat
+    input_activations: NumberFormat | None = None
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield what contradicts itself, one line each, starting with the key."""
+        weights, inputs = self.weights, self.input_activations
+        yield from (f"weights.{problem}" for problem in weights.find_problems())
+        if weights.dynamic or weights.strategy == "token":
+            yield "weights: expected scales that are stored, got dynamic ones or strategy token"
+        if inputs is not None:
+            yield from (f"input_activations.{problem}" for problem in inputs.find_problems())
+            if not (inputs.symmetric or inputs.dynamic):
+                yield "input_activations.symmetric: expected true where scales are stored, got false"
+
+    @property
+    def name(self) -> str:
+        """Short name of the format: of the weights, and behind a slash of the inputs."""
+        return self.weights.name + (f"/{self.input_activations.name}" if self.input_activations else "")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether inputs must be seen before: a scale of theirs is stored."""
+        return self.input_activations is not None and self.input_activations.dynamic is not True
+
+    @property
+    def storage(self) -> str:
+        """The format as config.json calls it, which says how values are laid out."""
+        if self.weights.scale_dtype:
+            return f"{self.weights.name}-{'pack-quantized' if self.weights.num_bits == _HALF_BYTE else 'quantized'}"
+        if self.weights.type == "float":
+            return "float-quantized"
+        return "int-quantized" if self.input_activations else "pack-quantized"
+
+    def list_parts(self, shape: tuple[int, int], *, float_type: str = "BF16") -> dict[str, Part]:
+        """Return what is stored of a layer of shape (out, in): type and shape of each tensor.
+
+        Args:
+            shape: of the weight.
+            float_type: of the checkpoint's other weights, as safetensors spells it; scales have it too.
+        """
+        weights, (num_out, num_in) = self.weights, shape
+        scales = scale_shape(weights, shape)
+        scale_type = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", None: float_type}[weights.scale_dtype]
+        parts: dict[str, Part] = {"weight_scale": (scale_type, scales)}
+        if self.storage == "pack-quantized":
+            parts["weight_packed"] = ("I32", (num_out, math.ceil(num_in * weights.num_bits / _WORD_BITS)))
+            parts["weight_shape"] = ("I64", (2,))
+            if not weights.symmetric:
+                parts["weight_zero_point"] = ("I32", (math.ceil(num_out * weights.num_bits / _WORD_BITS), scales[1]))
+        elif weights.scale_dtype and weights.num_bits == _HALF_BYTE:
+            parts["weight_packed"] = ("U8", (num_out, num_in // 2))
+        else:
+            parts["weight"] = ("I8" if weights.type == "int" else "F8_E4M3", shape)
+            if not weights.symmetric:
+                parts["weight_zero_point"] = ("I8", scales)
+        if weights.strategy == "tensor_group":
+            parts["weight_global_scale"] = ("F32", (1,))
+        if self.needs_calibration:
+            is_local = self.input_activations is not None and self.input_activations.dynamic == "local"
+            parts["input_global_scale" if is_local else "input_scale"] = ("F32" if is_local else float_type, (1,))
+        return parts
+
+    def count_bytes(self, shape: tuple[int, int]) -> int:
+        """Count the bytes that are stored of a layer of shape (out, in)."""
+        return sum(_ITEM_BYTES[dtype] * math.prod(size) for dtype, size in self.list_parts(shape).values())
+
+
+def scale_shape(weights: NumberFormat, shape: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight of shape (out, in)."""
+    num_out, num_in = shape
+    if weights.block_structure:
+        rows, columns = weights.block_structure
+        return (math.ceil(num_out / rows), math.ceil(num_in / columns))
+    if weights.group_size:
+        return (num_out, num_in // weights.group_size)
+    return (1,) if weights.strategy == "tensor" else (num_out, 1)
+
+
+def _int(num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "int", "strategy": strategy, **more}
+
+
+def _float(num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "float", "strategy": strategy, **more}
+
+
+def _build(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Scheme:
+    return Scheme.model_validate({"weights": weights, "input_activations": inputs})
+
+
+_INT4, _INT8_TOKEN = _int(4, "group", group_size=128), _int(8, "token", dynamic=True)
+_FP8_TOKEN = _float(8, "token", dynamic=True)
+_NVFP4 = _float(4, "tensor_group", group_size=16, scale_dtype="float8_e4m3fn")
+_MXFP4, _MXFP8 = (_float(bits, "group", group_size=32, scale_dtype="uint8") for bits in (4, 8))
+PRESETS: dict[str, Scheme] = {
+    "W4A16": _build(_INT4),
+    "W4A16_ASYM": _build(_INT4 | {"symmetric": False}),
+    "W8A16": _build(_int(8, "group", group_size=128)),
+    "W8A8": _build(_int(8, "channel"), _INT8_TOKEN),
+    "W4A8": _build(_INT4, _INT8_TOKEN),
+    "W4AFP8": _build(_INT4, _FP8_TOKEN),
+    "FP8": _build(_float(8, "tensor"), _float(8, "tensor")),
+    "FP8_DYNAMIC": _build(_float(8, "channel"), _FP8_TOKEN),
+    "FP8_BLOCK": _build(
+        _float(8, "block", block_structure=[128, 128]), _float(8, "group", group_size=128, dynamic=True)
+    ),
+    "NVFP4": _build(_NVFP4, _NVFP4 | {"dynamic": "local"}),
+    "NVFP4A16": _build(_NVFP4),
+    "MXFP4": _build(_MXFP4, _MXFP4 | {"dynamic": True}),
+    "MXFP4A16": _build(_MXFP4),
+    "MXFP8": _build(_MXFP8, _MXFP8 | {"dynamic": True}),
+    "MXFP8A16": _build(_MXFP8),
+}
+
+
+def has_free_groups(scheme: Scheme) -> bool:
+    """Whether the groups of the weights may have another size than the scheme's own."""
+    return scheme.weights.strategy == "group" and scheme.weights.scale_dtype is None
+
+
+def find_preset(name: str, group_size: int | None) -> Scheme:
+    """Return one of `PRESETS`, with groups of another size where one is given."""
+    preset = PRESETS[name]
+    if group_size is None:
+        return preset
+    weights = preset.weights.model_copy(update={"group_size": group_size})
+    return preset.model_copy(update={"weights": weights})
