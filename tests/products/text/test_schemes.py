@@ -1,0 +1,137 @@
+"""Schemes: the presets are the library's, and what is stored of a layer is what the library stores."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from ruamel.yaml import YAML
+
+from pipeline.products.text.problems import find_text_problems
+from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset
+from pipeline.products.text.settings import QuantizeStep, TextProduct
+from tests.paths import ROOT
+
+FIELDS = tuple(NumberFormat.model_fields)
+
+
+def as_fields(arguments: QuantizationArgs | NumberFormat | None) -> dict[str, Any] | None:
+    if arguments is None:
+        return None
+    data = {name: getattr(arguments, name) for name in FIELDS}
+    data = {name: str(getattr(value, "value", value)).removeprefix("torch.") for name, value in data.items()}
+    return data | {"block_structure": str(list(arguments.block_structure or ()))}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_librarys_of_that_name(name: str) -> None:
+    theirs = PRESET_SCHEMES[name]
+    assert as_fields(PRESETS[name].weights) == as_fields(theirs["weights"])
+    assert as_fields(PRESETS[name].input_activations) == as_fields(theirs.get("input_activations"))
+
+
+def test_sizes_by_hand() -> None:
+    scheme = find_preset("W4A16_ASYM", 32)
+    # 24 x 64 weights of 4 bits; 2 groups a row; zero points packed along 24 rows: 3 words a group
+    assert scheme.list_parts((24, 64), float_type="F16") == {
+        "weight_packed": ("I32", (24, 8)),
+        "weight_scale": ("F16", (24, 2)),
+        "weight_shape": ("I64", (2,)),
+        "weight_zero_point": ("I32", (3, 2)),
+    }
+    assert scheme.count_bytes((24, 64)) == 24 * 64 // 2 + 24 * 2 * 2 + 16 + 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_a_weight"),
+    [("W4A8", 1 + 2 / 128), ("NVFP4A16", 0.5 + 1 / 16), ("MXFP4", 0.5 + 1 / 32), ("FP8_BLOCK", 1 + 2 / 128**2)],
+)
+def test_bytes_a_weight(name: str, bytes_a_weight: float) -> None:
+    shape = (256, 512)
+    overhead = 4 if "NVFP4" in name else 0  # the scale of the whole layer
+    assert PRESETS[name].count_bytes(shape) - overhead == bytes_a_weight * 256 * 512
+
+
+def test_names_tell_schemes_apart() -> None:
+    assert len({scheme.name for scheme in PRESETS.values()}) == len(PRESETS)
+    assert PRESETS["NVFP4"].name == "nvfp4/nvfp4"
+    assert PRESETS["FP8_DYNAMIC"].name == "fp8-channel/fp8-token-dynamic"
+
+
+def test_only_scales_that_are_stored_need_texts() -> None:
+    assert {name for name, scheme in PRESETS.items() if scheme.needs_calibration} == {"FP8", "NVFP4"}
+
+
+CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0.0}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"scheme": "FP9"}, "scheme: expected one of W4A16, .*, got 'FP9'"),
+        ({}, "scheme: expected one of W4A16, .*, or weights spelt out, found none"),
+        ({"scheme": "W8A8", "weights": INT4}, "weights: expected none beside the scheme W8A8; remove one"),
+        ({"scheme": "W8A8", "group_size": 64}, "group_size: expected none with scheme W8A8, which has its own"),
+        ({"scheme": "MXFP4", "group_size": 64}, "group_size: expected none with scheme MXFP4"),
+        ({"weights": INT4, "group_size": 64}, "group_size: expected it in weights"),
+        ({"weights": INT4 | {"group_size": None}}, "weights.group_size: expected a value with strategy group"),
+        (
+            {"weights": INT4 | {"strategy": "channel"}},
+            "weights.group_size: expected none with strategy channel",
+        ),
+        ({"weights": INT4 | {"type": "float", "symmetric": False}}, "weights.symmetric: expected true with type float"),
+        ({"weights": INT4 | {"dynamic": True}}, "weights: expected scales that are stored"),
+        ({"scheme": "W8A8", "rules": [{"layers": ["x"], "scheme": "W5"}]}, "rules.0.scheme: expected one of W4A16"),
+        ({"scheme": "FP8"}, "calibration: expected the texts that fp8-tensor/fp8-tensor is calibrated on"),
+        ({"scheme": "W4A16", "algorithm": "awq"}, "calibration: expected the texts that awq is calibrated on"),
+        ({"scheme": "W4A16", "calibration": CALIBRATION}, "calibration: expected none, as rounding to nearest"),
+        ({"scheme": "W4A16", "damping_fraction": 0.1}, "damping_fraction: gptq alone has it, got algorithm rtn"),
+        ({"scheme": "W4A16", "num_grid_points": 9}, "num_grid_points: awq alone has it, got algorithm rtn"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_one_line(settings: dict[str, Any], said: str) -> None:
+    problems = list(QuantizeStep.model_validate({"kind": "quantize"} | settings).find_problems())
+    assert len(problems) == 1
+    assert re.match(said, problems[0])
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (8, False)])
+def test_settings_of_old_releases_are_read_as_they_were_meant(algorithm: str, bits: int, symmetric: bool) -> None:
+    old = {"kind": algorithm, "bits": bits, "symmetric": symmetric, "group_size": 32, "calibration": CALIBRATION}
+    step = QuantizeStep.model_validate(old)
+    weights = step.resolve().weights
+    assert (step.kind, step.algorithm) == ("quantize", algorithm)
+    assert (weights.num_bits, weights.symmetric, weights.group_size) == (bits, symmetric, 32)
+    assert step.resolve().input_activations is None
+    assert QuantizeStep.model_validate(step.model_dump(mode="json")) == step
+    assert not list(step.find_problems())
+
+
+def make_product(step: dict[str, Any], **changes: Any) -> TextProduct:
+    data = YAML(typ="safe").load(ROOT / "params.yaml")
+    candidates: dict[str, Any] = {"agent": {"checkpoint": "models/agent", "steps": []}}
+    candidates["made"] = {"checkpoint": "models/agent", "steps": [{"kind": "quantize", **step}]}
+    product = data["products"]["agent"] | {"name": "agent", "candidates": candidates, "release": ["made"]} | changes
+    product["benchmark"] |= {"candidates": ["made"]}
+    return TextProduct.model_validate(product)
+
+
+def test_a_release_on_imitated_numbers_needs_a_reason() -> None:
+    (problem,) = find_text_problems(make_product({"scheme": "W8A8"}))
+    assert problem.startswith("release: expected candidates whose numbers their engine runs, got made: ")
+    assert "imitates int8-token-symmetric-dynamic inputs in float32" in problem
+    assert not find_text_problems(make_product({"scheme": "W8A8"}, allow_emulated="measured on the target as well"))
+    assert not any(
+        "imitates" in text for text in find_text_problems(make_product({"scheme": "W8A8"}, release=["agent"]))
+    )
+    assert not find_text_problems(make_product({"scheme": "W8A16"}))
+
+
+def test_floats_of_four_bits_need_bfloat16() -> None:
+    (problem,) = find_text_problems(make_product({"scheme": "NVFP4A16"}))
+    assert problem.startswith("candidates.made.steps.0.scheme: expected serving.dtype bfloat16 with nvfp4, ")
