@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.gate.wording import use_metrics
+from pipeline.products import list_known_metrics
 from pipeline.records.files import write_text
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, render_report
@@ -49,6 +51,7 @@ def test_report_and_terminal_output_are_as_last_read(tmp_path: Path, monkeypatch
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
+    # under pytest conftest.py says what metrics there are
+    with tempfile.TemporaryDirectory() as temporary, use_metrics(list_known_metrics()):
         for file_name, content in render(Path(temporary)).items():
             write_text(FOLDER / file_name, content)
