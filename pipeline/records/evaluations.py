@@ -31,6 +31,7 @@ class Checkpoint(Record):
     dtype: str
     num_parameters: int
     num_bytes: int
+    rounded: tuple[str, ...] = ()  # formats that inputs and cache are rounded to while it runs
     digest: str
     files: dict[str, str] = {}  # digest of each file: says which one it is when `digest` differs
     parent_digest: str | None = None

@@ -28,7 +28,12 @@ def describe_built_candidate(candidate: BuiltCandidate) -> str:
 
 def _describe_step(step: dict[str, Any]) -> str:
     plain = [f"{key} {value}" for key, value in step.items() if key != "kind" and isinstance(value, (int, float, str))]
-    calibration = step.get("calibration", {})
+    plain += [
+        f"{', '.join(rule['layers'])} in {rule.get('scheme') or 'weights spelt out'}" for rule in step.get("rules", ())
+    ]
+    if cache := step.get("kv_cache"):
+        plain.append(f"keys and values in {cache['dtype']}, a scale a {cache['strategy']}")
+    calibration = step.get("calibration") or {}
     plain += (
         [
             f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"

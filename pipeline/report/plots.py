@@ -20,7 +20,7 @@ from pipeline.gate.wording import format_tolerance
 from pipeline.records.files import replace_whole
 from pipeline.records.verdicts import Comparison, Metric, Verdict
 
-_OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
+OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
 SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
 _MAX_SHOWN = 6.0  # tolerances; a harm beyond is drawn at the edge with an arrow
 _PANELS_A_ROW = 3
@@ -33,7 +33,7 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
     panels = [
-        (v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
+        (v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in OUTCOMES})
         for v in choose_shown(judgement)
     ]
     rows = list(dict.fromkeys(row for _, drawn in panels for row in drawn))
@@ -96,7 +96,7 @@ def _draw_panel(axis: Axes, drawn: dict[Row, Comparison], rows: Sequence[Row]) -
 
 def _draw_comparison(axis: Axes, comparison: Comparison, height: int) -> None:
     scale = comparison.tolerance or 1.0
-    colour, marker, size = _OUTCOMES[comparison.outcome]
+    colour, marker, size = OUTCOMES[comparison.outcome]
     low, harm, high = (
         max(-_MAX_SHOWN, min(_MAX_SHOWN, x / scale)) for x in (comparison.low, comparison.harm, comparison.high)
     )
@@ -116,7 +116,7 @@ def _row_label(metric: str, bucket: str | None, tolerance: float | None) -> str:
 def _add_outcome_legend(figure: Figure) -> None:
     handles = [
         Line2D([], [], color=colour, marker=marker, markersize=size, markeredgecolor="white", label=outcome)
-        for outcome, (colour, marker, size) in _OUTCOMES.items()
+        for outcome, (colour, marker, size) in OUTCOMES.items()
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False)
 

@@ -236,6 +236,13 @@ def read_gpu_free_mib() -> tuple[int, ...]:
     return parse_gpu_memory(query_nvidia_smi("memory.used", "memory.total", visible=os.environ.get(VISIBLE)))
 
 
+def read_gpu_capabilities() -> tuple[tuple[int, int], ...]:
+    """Read the compute capability of each visible GPU, such as (9, 0); empty where the driver won't say."""
+    rows = query_nvidia_smi("compute_cap", visible=os.environ.get(VISIBLE)).split()
+    found = [re.fullmatch(r"(\d+)\.(\d+)", row) for row in rows]
+    return tuple((int(match[1]), int(match[2])) for match in found if match)
+
+
 def parse_gpu_memory(text: str) -> tuple[int, ...]:
     """Return what is free from `used, total` lines in MiB; GPUs of unified memory answer "[N/A]" and are left out."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
@@ -275,6 +282,12 @@ def count_memory_mib() -> int:
         text = _read_text(Path("/sys/fs/cgroup") / limit).strip()
         total = min(total, int(text)) if text.isdigit() else total
     return total >> 20
+
+
+def read_available_mib(total_mib: int, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory that is free now in MiB, at most `total_mib`; all of it where the system won't say."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read_text(meminfo), re.MULTILINE)
+    return min(total_mib, int(match.group(1)) >> 10) if match else total_mib
 
 
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:

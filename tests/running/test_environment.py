@@ -23,6 +23,7 @@ from pipeline.running.environment import (
     parse_nvidia_smi,
     pick_visible_lines,
     query_nvidia_smi,
+    read_available_mib,
     read_gpu_free_mib,
     read_libraries,
     read_machine,
@@ -171,3 +172,11 @@ def test_equal_content_leaves_the_file_alone(tmp_path: Path) -> None:
 def test_free_gpu_memory_is_what_no_process_holds() -> None:
     assert parse_gpu_memory("1024, 81559\n0, 24564\n[N/A], [N/A]\n") == (80535, 24564)
     assert parse_gpu_memory("") == ()
+
+
+def test_available_memory_respects_a_smaller_limit(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8192000 kB\nMemAvailable: 4096000 kB\n")
+    assert read_available_mib(8000, meminfo) == 4000
+    assert read_available_mib(2000, meminfo) == 2000
+    assert read_available_mib(2000, tmp_path / "none") == 2000

@@ -15,7 +15,7 @@ from pipeline.products.text.settings import (
     TrajectoriesEval,
     WeightStep,
 )
-from pipeline.running.environment import Machine, read_gpu_free_mib
+from pipeline.running.environment import Machine, read_available_mib, read_gpu_capabilities, read_gpu_free_mib
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class TextKind:
         return find_text_problems(product)
 
     def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
-        """Check layers, tokenizers, chat templates, cases and memory."""
+        """Check layers, tokenizers, chat templates, cases, kernels and memory."""
+        from pipeline.products.text.hardware import warn_of_fallbacks
         from pipeline.products.text.memory import (
             Room,
             check_needs,
             estimate_needs,
-            read_available_mib,
             read_card_room,
         )
         from pipeline.products.text.preflight import check_text
@@ -54,7 +54,10 @@ class TextKind:
         check_text(product, root)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
-        return check_needs(estimate_needs(product, root, machine), host=host, card=card)
+        return [
+            *check_needs(estimate_needs(product, root, machine), host=host, card=card),
+            *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),
+        ]
 
     def render_costs(self, product: TextProduct, root: Path, machine: Machine, *, build: Path) -> str:
         """Return what each candidate will cost as a table: minutes, memory and disk."""
@@ -79,8 +82,7 @@ class TextKind:
         optimize: dict[str, Watched] = {}
         evaluate: dict[str, Watched] = {}
         for name, candidate in product.candidates.items():
-            # the least acceptance is the gate's: another one makes no other weights
-            steps = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in candidate.steps]
+            steps = [step.build_record() for step in candidate.steps]
             optimize[name] = {"checkpoint": candidate.checkpoint, "steps": steps}
             if any(isinstance(step, WeightStep) for step in candidate.steps):
                 optimize[name] |= {"optimize": product.optimize.model_dump(mode="json"), "calibration_texts": texts}

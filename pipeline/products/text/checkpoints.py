@@ -22,10 +22,10 @@ from unittest.mock import patch
 
 from pipeline.errors import CheckpointError
 from pipeline.products.text.footprint import count_load_bytes
-from pipeline.products.text.memory import read_available_mib
+from pipeline.products.text.schemes import list_rounded
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
-from pipeline.running.environment import count_memory_mib
+from pipeline.running.environment import count_memory_mib, read_available_mib
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
 from pipeline.settings.hub_names import parse_pinned
@@ -104,6 +104,7 @@ def read_checkpoint(
         dtype=_main_dtype(tensors),
         num_parameters=_count_parameters(tensors, config),
         num_bytes=sum(t.num_bytes for t in tensors.values()),
+        rounded=list_rounded(config.get("quantization_config") or {}),
         digest=digest_json(files),
         files=files,
         parent_digest=parent_digest,

@@ -20,7 +20,7 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import align_columns
 from pipeline.products.text.footprint import count_load_bytes, find_block_linears
 from pipeline.products.text.memory import estimate_needs, read_folder
-from pipeline.products.text.optimize.layers import plan_folder
+from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import (
     CandidateSettings,
     QuantizeStep,
@@ -108,14 +108,6 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
             )
         )
     return costs
-
-
-def count_output_bytes(folder: Path, step: QuantizeStep) -> int:
-    """Count the bytes of a checkpoint's weights after a step."""
-    tensors, _ = read_folder(folder)
-    plan = plan_folder(folder, step)
-    kept = sum(info.num_bytes for name, info in tensors.items() if name.removesuffix(".weight") not in plan.asked)
-    return kept + sum(plan.schemes[layer].count_bytes(shape) for layer, shape in plan.asked.items())
 
 
 def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, speed: Speed) -> tuple[float, str]:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.products.text.schemes import Scheme
 from pipeline.running.weight_files import TensorInfo
 
 TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,13 +32,12 @@ def count_load_bytes(
         keeps_packed: quantised weights stay as stored; else those of compressed-tensors are unpacked into `dtype`, or
             into the type of their scales.
     """
-    settings = config.get("quantization_config") or {}
-    groups = list((settings.get("config_groups") or {}).values())
-    bits = (groups and (groups[0].get("weights") or {}).get("num_bits")) or 4
+    groups = list(((config.get("quantization_config") or {}).get("config_groups") or {}).values())
     total = 0
     for name, info in tensors.items():
         if name.endswith(_PACKED) and not keeps_packed:
             scale = tensors.get(name.removesuffix(_PACKED) + ".weight_scale", info)
+            bits = _find_bits(groups, name.removesuffix(_PACKED))
             total += info.num_bytes * 8 // bits * TYPE_BYTES.get(dtype, STORED_BYTES.get(scale.dtype, 2))
         elif info.dtype == "I8" and f"{name}_scale" in tensors and not keeps_packed:
             total += info.num_elements * TYPE_BYTES.get(dtype, STORED_BYTES.get(tensors[f"{name}_scale"].dtype, 2))
@@ -62,11 +60,14 @@ def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_l
     return num_requests * token_bytes * sum(lengths)
 
 
-def count_packed_bytes(tensors: Mapping[str, TensorInfo], scheme: Scheme) -> int:
-    """Count the bytes of dense tensors once the linear layers of all blocks are stored by a scheme."""
-    linears = find_block_linears(tensors)
-    kept = sum(info.num_bytes for name, info in tensors.items() if name not in linears)
-    return kept + sum(scheme.count_bytes((info.shape[0], info.shape[1])) for info in linears.values())
+def _find_bits(groups: list[dict[str, Any]], layer: str) -> int:
+    """Return the bits a weight of a packed layer: of the group of config.json that names it, else of the first one."""
+    named = [g for g in groups if any(_targets(target, layer) for target in g.get("targets") or ())] or groups
+    return int((named and (named[0].get("weights") or {}).get("num_bits")) or 4)
+
+
+def _targets(target: str, layer: str) -> bool:
+    return re.match(target[3:], layer) is not None if target.startswith("re:") else target == layer
 
 
 def find_block_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

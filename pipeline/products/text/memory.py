@@ -9,7 +9,6 @@ on the host, and its blocks visit the GPU one by one. It is meant to catch facto
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,10 @@ from pipeline.products.text.footprint import (
     TYPE_BYTES,
     count_cache_bytes,
     count_load_bytes,
-    count_packed_bytes,
     find_block_linears,
     max_of_blocks,
 )
+from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import (
     CandidateSettings,
     QuantizeStep,
@@ -113,7 +112,7 @@ def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root
     if packing and not engine.is_embedded:  # the embedded engine unpacks
         tensors, config = loaded[0]
         weights -= count_load_bytes(tensors, config, dtype=serving.dtype)
-        weights += count_packed_bytes(tensors, packing[-1].resolve())
+        weights += count_output_bytes(locate_checkpoint(candidate.checkpoint, root), packing[-1])
     requests, length = serving.concurrency, serving.context_length
     cache = sum(
         count_cache_bytes(config, num_requests=requests, context_length=length, item_bytes=item_bytes)
@@ -270,12 +269,3 @@ def read_card_room(machine: Machine, free_mib: tuple[int, ...]) -> Room | None:
     """
     sizes = [gpu.memory_mib for gpu in machine.gpus if gpu.memory_mib]
     return Room(min(sizes), min(free_mib, default=min(sizes))) if sizes and not machine.gpus_hidden else None
-
-
-def read_available_mib(total_mib: int, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that is free now in MiB, at most `total_mib`; all of it where the system won't say."""
-    try:
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return total_mib
-    return min(total_mib, int(match.group(1)) >> 10) if match else total_mib

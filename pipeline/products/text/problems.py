@@ -5,6 +5,7 @@ Needs no file beside params.yaml; checks that read other files are in `preflight
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -219,19 +220,25 @@ def _imitation_problems(product: TextProduct) -> list[str]:
             continue
         for i, step in steps:
             small = next((s.weights.name for s in step.schemes if s.weights.scale_dtype), None)
-            if small and product.serving.dtype != "bfloat16":
+            if small and product.serving.dtype == "float16":
                 problems.append(
-                    f"candidates.{name}.steps.{i}.scheme: expected serving.dtype bfloat16 with {small}, which "
-                    f"transformers unpacks into it, got {product.serving.dtype}; set it, or serve by vLLM"
+                    f"candidates.{name}.steps.{i}.scheme: expected serving.dtype bfloat16 or float32 with {small}, "
+                    "which transformers unpacks into bfloat16, got float16; set it, or serve by vLLM"
                 )
-            inputs = next((s.input_activations for s in step.schemes if s.input_activations), None)
-            if inputs and name in product.release and product.allow_emulated is None:
-                problems.append(
-                    f"release: expected candidates whose numbers their engine runs, got {name}: the embedded engine "
-                    f"imitates {inputs.name} inputs in {product.serving.dtype}; serve it by vLLM, or say in "
-                    "allow_emulated why that will do"
-                )
+            rounded = [f"{s.input_activations.name} inputs" for s in step.schemes if s.input_activations]
+            rounded += [f"{step.kv_cache.resolve().name} keys and values"] if step.kv_cache else []
+            if rounded and name in product.release and product.allow_emulated is None:
+                problems.append(f"release: {describe_imitation(name, rounded, product.serving.dtype)}")
     return problems
+
+
+def describe_imitation(name: str, rounded: Collection[str], dtype: str) -> str:
+    """Say why a candidate can't be released, and what helps."""
+    return (
+        f"expected candidates whose numbers their engine runs, got {name}: the embedded engine imitates "
+        f"{' and '.join(dict.fromkeys(rounded))} in {dtype}; serve it by vLLM, or say in allow_emulated why that "
+        "will do"
+    )
 
 
 def find_address_problems(url: str) -> list[str]:

@@ -8,7 +8,7 @@ Source: compressed-tensors 0.19, `quantization/quant_scheme.py` and `compressors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,7 +28,7 @@ class NumberFormat(Settings):
 
     num_bits: Literal[4, 8]
     type: Literal["int", "float"]
-    strategy: Literal["tensor", "channel", "token", "group", "tensor_group", "block"]
+    strategy: Literal["tensor", "channel", "token", "group", "tensor_group", "block", "attn_head"]
     symmetric: bool = True  # no zero-point
     dynamic: bool | Literal["local"] = False  # scales are taken from each input while it runs
     group_size: Annotated[int, Field(ge=1)] | None = None  # input channels that share a scale
@@ -67,10 +67,12 @@ class Scheme(Settings):
         """Yield what contradicts itself, one line each, starting with the key."""
         weights, inputs = self.weights, self.input_activations
         yield from (f"weights.{problem}" for problem in weights.find_problems())
-        if weights.dynamic or weights.strategy == "token":
-            yield "weights: expected scales that are stored, got dynamic ones or strategy token"
+        if weights.dynamic or weights.strategy in ("token", "attn_head"):
+            yield "weights: expected scales that are stored with the weights, got dynamic ones or strategy token"
         if inputs is not None:
             yield from (f"input_activations.{problem}" for problem in inputs.find_problems())
+            if inputs.strategy == "attn_head":
+                yield "input_activations.strategy: expected one of linear layers, got 'attn_head', which kv_cache has"
             if not (inputs.symmetric or inputs.dynamic):
                 yield "input_activations.symmetric: expected true where scales are stored, got false"
 
@@ -127,6 +129,11 @@ class Scheme(Settings):
         return sum(_ITEM_BYTES[dtype] * math.prod(size) for dtype, size in self.list_parts(shape).values())
 
 
+def build_cache_format(strategy: str) -> NumberFormat:
+    """Return how a cache of 8-bit floats is stored: a calibrated scale a layer or a head, or one from each token."""
+    return NumberFormat.model_validate(_float(8, strategy, dynamic=strategy == "token"))
+
+
 def scale_shape(weights: NumberFormat, shape: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of the scales of a weight of shape (out, in)."""
     num_out, num_in = shape
@@ -173,6 +180,31 @@ PRESETS: dict[str, Scheme] = {
     "MXFP8": _build(_MXFP8, _MXFP8 | {"dynamic": True}),
     "MXFP8A16": _build(_MXFP8),
 }
+
+
+def read_format(fields: Mapping[str, Any]) -> NumberFormat:
+    """Return the numbers that config.json or the library describes, of any width: unchecked, to be named."""
+    known = {name: fields[name] for name in NumberFormat.model_fields if fields.get(name) is not None}
+    known["scale_dtype"] = str(known.get("scale_dtype") or "").removeprefix("torch.") or None
+    return NumberFormat.model_construct(**known)
+
+
+def list_rounded(quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the formats that a checkpoint has inputs and cache rounded to while it runs, by compressed-tensors.
+
+    Args:
+        quantization: `quantization_config` of config.json.
+    """
+    groups = (quantization.get("config_groups") or {}).values()
+    inputs = {f"{read_format(g['input_activations']).name} inputs" for g in groups if g.get("input_activations")}
+    cache = quantization.get("kv_cache_scheme")
+    return (*sorted(inputs), *([f"{read_format(cache).name} keys and values"] if cache else []))
+
+
+def unpacks_to_bfloat16(quantization: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors unpacks some weights into bfloat16 alone: those whose scales are of eight bits."""
+    groups = (quantization.get("config_groups") or {}).values()
+    return any((group.get("weights") or {}).get("scale_dtype") for group in groups)
 
 
 def has_free_groups(scheme: Scheme) -> bool:

@@ -33,6 +33,5 @@ def read_candidate(build: Path, name: str, product: TextProduct) -> Candidate:
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    # the threshold is the gate's: another one makes no other weights
-    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in product.candidates[name].steps]
+    asked = [step.build_record() for step in product.candidates[name].steps]
     return serve(read_built(build, name, asked), product)

@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
-from pipeline.products.text.schemes import PRESETS, NumberFormat, Scheme, find_preset, has_free_groups
+from pipeline.products.text.schemes import (
+    PRESETS,
+    NumberFormat,
+    Scheme,
+    build_cache_format,
+    find_preset,
+    has_free_groups,
+)
 from pipeline.records.benchmarks import Work
 from pipeline.settings.base import Eval, Product, Reason, Settings, Trace
 
@@ -64,6 +71,23 @@ class NumberFormats(Settings):
             yield from self.resolve().find_problems()
 
 
+class KvCache(Settings):
+    """How keys and values are stored while a model answers.
+
+    Attributes:
+        dtype: "fp8" is E4M3.
+        strategy: what shares a scale: a layer or a head ("tensor", "attn_head"), calibrated and stored; or each token,
+            whose scale is taken while it runs.
+    """
+
+    dtype: Literal["fp8"]
+    strategy: Literal["tensor", "attn_head", "token"] = "tensor"
+
+    def resolve(self) -> NumberFormat:
+        """Return the numbers that it is stored in."""
+        return build_cache_format(self.strategy)
+
+
 class LayerRule(NumberFormats):
     """The scheme of some layers, in place of the step's own."""
 
@@ -81,12 +105,17 @@ class QuantizeStep(WeightStep, NumberFormats):
         algorithm: how weights are rounded. "rtn" rounds to nearest. "gptq" (Frantar et al. 2022) makes up for errors
             layer by layer, to second order. "awq" (Lin et al. 2023) scales salient channels before it rounds.
         rules: of some layers; the first that matches a layer counts.
+        kv_cache: keys and values in few bits; None: as they are.
+        smoothing_strength: of SmoothQuant (Xiao et al. 2022), which moves outliers of inputs into the weights before
+            they are rounded; None: it is left out.
     """
 
     kind: Literal["quantize", "gptq", "awq"]  # the last two are read as `quantize`, see below
     algorithm: Literal["rtn", "gptq", "awq"] = "rtn"
     exclude: list[str] = ["lm_head"]  # layer-name patterns: exact, or "re:<regex>"
     rules: list[LayerRule] = []
+    kv_cache: KvCache | None = None
+    smoothing_strength: float | None = Field(default=None, gt=0, lt=1)
     damping_fraction: float = Field(default=0.01, gt=0, lt=1)  # of the mean Hessian diagonal
     activation_order: bool = False
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
@@ -100,6 +129,12 @@ class QuantizeStep(WeightStep, NumberFormats):
     def schemes(self) -> tuple[Scheme, ...]:
         """The step's own scheme, and those of its rules."""
         return (self.resolve(), *(rule.resolve() for rule in self.rules))
+
+    def build_record(self) -> dict[str, Any]:
+        """Return the settings as JSON, without those that another algorithm has."""
+        return self.model_dump(
+            mode="json", exclude={n for n, owner in _OWN_SETTINGS.items() if owner != self.algorithm}
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -124,9 +159,18 @@ class QuantizeStep(WeightStep, NumberFormats):
             is_changed = getattr(self, name) != type(self).model_fields[name].default
             if is_changed and algorithm != self.algorithm:
                 yield f"{name}: {algorithm} alone has it, got algorithm {self.algorithm}; remove it"
+        if self.smoothing_strength is not None and self.algorithm == "awq":
+            yield "smoothing_strength: expected none with algorithm awq, which scales channels itself; remove it"
         if problems:
             return
+        coarse = next((s.weights.name for s in self.schemes if s.weights.strategy == "tensor"), None)
+        if coarse and self.algorithm == "awq":
+            yield f"algorithm: expected rtn or gptq, as {coarse} has one scale a layer and awq scales channels, got awq"
         needs = next((scheme.name for scheme in self.schemes if scheme.needs_calibration), None)
+        if self.kv_cache and not self.kv_cache.resolve().dynamic:
+            needs = f"kv_cache with strategy {self.kv_cache.strategy}"
+        if self.smoothing_strength is not None:
+            needs = "smoothing_strength"
         if self.algorithm != "rtn":
             needs = self.algorithm
         if needs and self.calibration is None:
@@ -145,6 +189,10 @@ class SpeculativeStep(Settings):
     min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
     options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
     lossy: bool = False  # the answers may be others than the target's own
+
+    def build_record(self) -> dict[str, Any]:
+        """Return the settings as JSON, without the gate's: another threshold makes no other candidate."""
+        return self.model_dump(mode="json", exclude={"min_acceptance"})
 
     @model_validator(mode="before")
     @classmethod

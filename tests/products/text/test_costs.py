@@ -11,7 +11,8 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text import costs as costs_module
-from pipeline.products.text.costs import Cost, count_output_bytes, plan_costs, render_costs
+from pipeline.products.text.costs import Cost, plan_costs, render_costs
+from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import Calibration, CandidateSettings, QuantizeStep, TextProduct
 from pipeline.running.environment import Gpu, Machine
 from tests.fakes.hollow_llama import write_hollow_llama

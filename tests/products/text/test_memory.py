@@ -14,7 +14,6 @@ from pipeline.products.text.memory import (
     Room,
     check_needs,
     estimate_needs,
-    read_available_mib,
     read_card_room,
 )
 from pipeline.products.text.settings import Calibration, CandidateSettings, TextProduct
@@ -247,11 +246,3 @@ def test_the_smallest_card_and_the_least_free_memory_count() -> None:
     machine = make_machine(80, 24)
     assert read_card_room(machine, (9000, 8000)) == Room(24 * GIB, 8000)
     assert read_card_room(machine, ()) == Room(24 * GIB, 24 * GIB)
-
-
-def test_available_memory_respects_a_smaller_limit(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 8192000 kB\nMemAvailable: 4096000 kB\n")
-    assert read_available_mib(8000, meminfo) == 4000
-    assert read_available_mib(2000, meminfo) == 2000
-    assert read_available_mib(2000, tmp_path / "none") == 2000

@@ -1,8 +1,8 @@
 """The checks of a language model beside its scores: did its endpoint answer, and does its path change answers?
 
-A server that says nothing passes where doing nothing is right. A path (batching, drafts, another engine) changes
-answers although the weights are the same. Drafts are refused too often, or the candidate is slower. Each is a refusal,
-a failure or a note of the verdict.
+A server that says nothing passes where doing nothing is right. An engine imitates the numbers that would ship. A path
+(batching, drafts, another engine) changes answers although the weights are the same. Drafts are refused too often, or
+the candidate is slower. Each is a refusal, a failure or a note of the verdict.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pipeline.products.text.findings.canary import (
 from pipeline.products.text.findings.divergence import measure_tripwires
 from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.products.text.findings.headlines import explain_flat_perplexity
+from pipeline.products.text.findings.imitation import judge_imitation
 from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
 from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
@@ -54,6 +55,7 @@ class TextAuditor(Auditor[TextProduct]):
         name = evidence.candidate.name
         findings.refusals += check_silence(evidence)
         findings.refusals += check_speculation(evidence)
+        judge_imitation(findings, evidence, product)
         drafts = product.candidates[name].speculative if name in product.candidates else None
         if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
             findings.failures.append(f"speculation: {failure}")

@@ -20,6 +20,7 @@ from pipeline.records.evaluations import LayerCoverage
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CACHE_SCALES = ("k_scale", "v_scale")
 _QUANTISED = ("weight_packed", "weight_scale")  # a layer that has one of them is not dense
 
 
@@ -44,7 +45,8 @@ def check_coverage(folder: Path, *, source: Path, plan: LayerPlan, log: StepLog)
         layer, _, part = name.rpartition(".")
         parts.setdefault(name_layer(layer, kind), {})[part] = info
     for layer, layer_parts in parts.items():
-        if any(part in layer_parts for part in _QUANTISED) and layer not in plan.asked:
+        is_unasked = any(part in layer_parts for part in _QUANTISED) and layer not in plan.asked
+        if is_unasked or (any(part in layer_parts for part in _CACHE_SCALES) and layer not in plan.cached):
             raise QuantizationError(f"{folder}: layer {layer!r} was quantised, but the step did not ask for it")
     return tuple(_cover_layers(folder, plan, parts, log))
 
@@ -70,6 +72,7 @@ def _cover_layers(
             asked=True,
             loss=log.losses.get(layer),
         )
+    yield from _cover_caches(folder, plan, parts)
     for layer, shape in plan.excluded.items():
         weight = parts.get(layer, {}).get("weight")
         if weight is not None and weight.shape != shape:
@@ -83,12 +86,38 @@ def _cover_layers(
         )
 
 
+def _cover_caches(folder: Path, plan: LayerPlan, parts: dict[str, dict[str, TensorInfo]]) -> Iterator[LayerCoverage]:
+    if plan.cache is None:
+        return
+    wanted: dict[str, tuple[int, ...]] = {}
+    if not plan.cache.dynamic:
+        text = read_config(folder)
+        text = text.get("text_config") or text  # of a composite model
+        heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+        shape: tuple[int, ...] = (heads, 1, 1) if plan.cache.strategy == "attn_head" else (1,)
+        wanted = dict.fromkeys(_CACHE_SCALES, shape)
+    for layer in plan.cached:
+        found = {part: info for part, info in parts.get(layer, {}).items() if part in _CACHE_SCALES}
+        if (shapes := {part: info.shape for part, info in found.items()}) != wanted:
+            raise QuantizationError(
+                f"{folder}: layer {layer!r}: expected scales of keys and values of shapes {wanted}, found {shapes}"
+            )
+        yield LayerCoverage(
+            layer=layer,
+            format=f"kv-{plan.cache.name}",
+            num_bytes=sum(info.num_bytes for info in found.values()),
+            asked=True,
+        )
+
+
 def _check_config(folder: Path, plan: LayerPlan) -> None:
     """Refuse a config.json that declares other schemes than those of the plan, or other ways of storing them."""
     settings: dict[str, Any] = read_config(folder).get("quantization_config") or {}
     groups = list((settings.get("config_groups") or {}).values())
     declared = sorted(_describe(group, group.get("format") or settings.get("format")) for group in groups)
     wanted = sorted(_describe(scheme.model_dump(), scheme.storage) for scheme, _ in plan.groups)
+    declared += [_describe({"kv_cache": cache}) for cache in (settings.get("kv_cache_scheme"),) if cache]
+    wanted += [_describe({"kv_cache": plan.cache.model_dump()})] if plan.cache else []
     if (settings.get("quant_method"), declared) != ("compressed-tensors", wanted):
         raise QuantizationError(
             f"{folder}/config.json: quantization_config: expected {'; '.join(wanted)} of compressed-tensors, "
@@ -96,10 +125,10 @@ def _check_config(folder: Path, plan: LayerPlan) -> None:
         )
 
 
-def _describe(group: dict[str, Any], storage: Any) -> str:
+def _describe(group: dict[str, Any], storage: Any = "") -> str:
     """Write a scheme as config.json has it in one line: its storage, and the fields of its numbers that are set."""
     shown = [str(storage)]
-    for part in ("weights", "input_activations"):
+    for part in ("weights", "input_activations", "kv_cache"):
         numbers = group.get(part) or {}
         fields = {name: numbers.get(name) for name in NumberFormat.model_fields}
         fields["scale_dtype"] = str(fields["scale_dtype"] or "").removeprefix("torch.") or None

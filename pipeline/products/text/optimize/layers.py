@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
-from pipeline.products.text.schemes import Scheme
+from pipeline.products.text.checkpoints import detect_format, layer_shapes, name_layer, read_config, tied_head
+from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
 
 _GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
+_KEYS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -33,6 +34,8 @@ class LayerPlan:
     asked: dict[str, tuple[int, int]]
     excluded: dict[str, tuple[int, int]]
     schemes: dict[str, Scheme]  # of each layer that is asked
+    cached: tuple[str, ...] = ()  # the attention layers whose keys and values are stored in `cache`
+    cache: NumberFormat | None = None
 
     @property
     def groups(self) -> list[tuple[Scheme, list[str]]]:
@@ -47,6 +50,17 @@ def plan_folder(folder: Path, step: QuantizeStep) -> LayerPlan:
     """Plan a step for a checkpoint on disk, from its headers alone."""
     check_source(folder)
     return plan_layers(layer_shapes(folder), step, tied_head=tied_head(folder))
+
+
+def count_output_bytes(folder: Path, step: QuantizeStep) -> int:
+    """Count the bytes of a checkpoint's weights after a step, from headers alone."""
+    plan, kind = plan_folder(folder, step), read_config(folder)["model_type"]
+    kept = sum(
+        info.num_bytes
+        for name, info in read_tensors(folder).items()
+        if name_layer(name.removesuffix(".weight"), kind) not in plan.asked
+    )
+    return kept + sum(plan.schemes[layer].count_bytes(shape) for layer, shape in plan.asked.items())
 
 
 def check_source(folder: Path) -> None:
@@ -86,8 +100,9 @@ def plan_layers(
         tied_head: name of a head that shares its weights with the embedding, if there is one.
 
     Raises:
-        QuantizationError: a pattern matches no layer, or nothing is left. Or a rule is for an excluded layer, groups or
-            blocks don't divide a layer, a fused group disagrees, or the tied head is asked for.
+        QuantizationError: a pattern matches no layer, nothing is left, or no layer has a cache. Or a rule is for an
+            excluded layer, groups or blocks don't divide a layer, a fused group disagrees, or the tied head is asked
+            for.
     """
     excluded = match_patterns(shapes, step.exclude)
     asked = {name: shape for name, shape in shapes.items() if name not in excluded}
@@ -95,6 +110,8 @@ def plan_layers(
         asked=asked,
         excluded={name: shape for name, shape in shapes.items() if name in excluded},
         schemes=_choose_schemes(asked, step, excluded),
+        cached=_find_attention(shapes) if step.kv_cache else (),
+        cache=step.kv_cache.resolve() if step.kv_cache else None,
     )
     if not plan.asked:
         raise QuantizationError(f"exclude: {step.exclude!r} leaves none of {len(shapes)} linear layers to quantise")
@@ -105,6 +122,17 @@ def plan_layers(
     _check_widths(plan)
     _check_fused_groups(plan)
     return plan
+
+
+def _find_attention(layers: Iterable[str]) -> tuple[str, ...]:
+    """Return the layers that keep keys and values: llm-compressor knows them by a projection to these."""
+    parents = dict.fromkeys(parent for parent, _, last in (n.rpartition(".") for n in layers) if last in _KEYS)
+    if not parents:
+        raise QuantizationError(
+            f"kv_cache: expected attention layers with {', '.join(_KEYS)}, found none; this model has no cache that "
+            "llm-compressor can quantise: remove kv_cache"
+        )
+    return tuple(parents)
 
 
 def _choose_schemes(asked: Iterable[str], step: QuantizeStep, excluded: set[str]) -> dict[str, Scheme]:

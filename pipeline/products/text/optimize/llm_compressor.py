@@ -15,6 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,8 @@ from llmcompressor.core import reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.modifiers.transform.smoothquant.base import MINIMUM_SMOOTHING_SCALE
 from llmcompressor.pipelines.cache import IntermediatesCache
 from loguru import logger
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
@@ -34,7 +37,7 @@ from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 from pipeline.products.text.checkpoints import hide_progress_bars
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
-from pipeline.products.text.schemes import Scheme
+from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 
 ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
@@ -61,15 +64,46 @@ def save_compressed(model: Any, folder: Any) -> None:
 
 
 def build_recipe(step: QuantizeStep, plan: LayerPlan, log: StepLog, *, model: Any) -> list[Any]:
-    """Build the recipe of a step; losses and fallbacks go to `log`."""
-    if step.algorithm == "gptq":
-        return _build_gptq(step, plan, log, model)
-    rounding = QuantizationModifier(**_build_groups(plan))
-    return [_build_awq(step, plan, log), rounding] if step.algorithm == "awq" else [rounding]
-
-
-def _build_gptq(step: QuantizeStep, plan: LayerPlan, log: StepLog, model: Any) -> list[Any]:
+    """Build the recipe of a step; losses, fallbacks, and what inputs and caches were seen go to `log`."""
     names = {module: name for name, module in model.named_modules()}
+    recipe = [_build_awq(step, plan, log)] if step.algorithm == "awq" else []
+    if step.smoothing_strength is not None:
+        recipe.append(_build_smoothing(step.smoothing_strength, log, names))
+    if step.algorithm == "gptq":
+        return [*recipe, _build_gptq(step, plan, log, names)]
+    rounding = _watch(QuantizationModifier, plan, log)(**_build_groups(plan))
+    if step.calibration is None:
+        rounding.requires_calibration_data = False  # the library asks for texts wherever there is a cache
+    return [*recipe, rounding]
+
+
+def _watch(modifier: Any, plan: LayerPlan, log: StepLog) -> Any:
+    """Return a class of modifier that notes the largest of each input and cache that gets a stored scale."""
+
+    class Watching(modifier):
+        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+            super().on_calibration_start(state, event, **kwargs)
+            for name, module in state.model.named_modules():
+                if name in plan.asked and plan.schemes[name].needs_calibration:
+                    self.register_hook(module, partial(note_input, f"{name}.input"), "forward_pre")
+                if plan.cache is not None and not plan.cache.dynamic and name in plan.cached:
+                    self.register_hook(module, partial(note_cache, f"{name}.k"), "key")
+                    self.register_hook(module, partial(note_cache, f"{name}.v"), "value")
+
+        def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
+            super().on_calibration_end(state, event, **kwargs)
+            self.remove_hooks()
+
+    def note_input(name: str, _: Any, arguments: tuple[Any, ...]) -> None:
+        log.record_range(name, arguments[0].detach().abs().amax())
+
+    def note_cache(name: str, _: Any, states: Any) -> None:
+        log.record_range(name, states.detach().abs().amax(dim=(0, 2, 3)))  # (batch, heads, tokens, head_dim)
+
+    return Watching
+
+
+def _build_gptq(step: QuantizeStep, plan: LayerPlan, log: StepLog, names: dict[Any, str]) -> Any:
 
     class ReportingLogger(gptq_module.CompressionLogger):
         """Passes a layer's loss on instead of printing it."""
@@ -92,14 +126,12 @@ def _build_gptq(step: QuantizeStep, plan: LayerPlan, log: StepLog, model: Any) -
             for name in self._rtn_fallback_module_names:
                 log.record_fallback(name, "rounded to nearest: singular Hessian; raise damping_fraction")
 
-    return [
-        ReportingGptq(
-            **_build_groups(plan),
-            dampening_frac=step.damping_fraction,
-            actorder="static" if step.activation_order else None,
-            batched_quantization=ALIKE_AT_ONCE if torch.cuda.is_available() else None,
-        )
-    ]
+    return _watch(ReportingGptq, plan, log)(
+        **_build_groups(plan),
+        dampening_frac=step.damping_fraction,
+        actorder="static" if step.activation_order else None,
+        batched_quantization=ALIKE_AT_ONCE if torch.cuda.is_available() else None,
+    )
 
 
 def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
@@ -122,6 +154,20 @@ def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
             return scales
 
     return ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points)
+
+
+def _build_smoothing(strength: float, log: StepLog, names: dict[Any, str]) -> Any:
+    class ReportingSmoothQuant(SmoothQuantModifier):
+        """Reports the scales that it moves."""
+
+        def _calculate_smoothing_scales(self, balance_layers: list[Any], activation_scales: Any) -> Any:
+            scales = super()._calculate_smoothing_scales(balance_layers, activation_scales)
+            scales = scales.clamp(min=MINIMUM_SMOOTHING_SCALE)
+            smoothed = next(m.smooth_name for m in self.resolved_mappings_ or () if m.balance_layers is balance_layers)
+            log.record_scales([names[layer] for layer in balance_layers], scales, smoothed=smoothed)
+            return scales
+
+    return ReportingSmoothQuant(smoothing_strength=strength)
 
 
 def forget_model() -> None:
@@ -171,13 +217,27 @@ def _build_groups(plan: LayerPlan) -> dict[str, Any]:
         f"group_{i}": {"targets": ["Linear"] if len(plan.groups) == 1 else sorted(layers), **_as_arguments(scheme)}
         for i, (scheme, layers) in enumerate(plan.groups)
     }
-    return {"config_groups": groups, "ignore": sorted(plan.excluded)}
+    cache = {"kv_cache_scheme": _as_numbers(plan.cache) | _choose_observer(plan.cache)} if plan.cache else {}
+    return {"config_groups": groups, "ignore": sorted(plan.excluded), **cache}
 
 
 def _as_arguments(scheme: Scheme) -> dict[str, Any]:
     """Return a scheme in the library's own arguments; what it decides by itself is left to it."""
-    arguments = scheme.model_dump(exclude_none=True)
-    for numbers in arguments.values():
-        if "scale_dtype" in numbers:
-            numbers["scale_dtype"] = getattr(torch, numbers["scale_dtype"])
+    arguments = {"weights": _as_numbers(scheme.weights)}
+    if scheme.input_activations is not None:
+        arguments["input_activations"] = _as_numbers(scheme.input_activations) | _choose_observer(
+            scheme.input_activations
+        )
     return arguments
+
+
+def _as_numbers(numbers: NumberFormat) -> dict[str, Any]:
+    arguments = numbers.model_dump(exclude_none=True)
+    if "scale_dtype" in arguments:
+        arguments["scale_dtype"] = getattr(torch, arguments["scale_dtype"])
+    return arguments
+
+
+def _choose_observer(numbers: NumberFormat) -> dict[str, Any]:
+    """Return how stored scales are chosen: by the largest of all samples, where the library's average forgets some."""
+    return {} if numbers.dynamic is True else {"observer": "static_minmax"}

@@ -20,6 +20,7 @@ class StepLog:
         self.total = total
         self.losses: dict[str, float] = {}
         self.fallbacks: list[Fallback] = []
+        self.ranges: dict[str, Any] = {}  # the largest of inputs ("LAYER.input") and caches ("LAYER.k", "LAYER.v")
         self._num_reported = 0
         self.phases = Phases()
         self._columns: dict[str, list[Any]] = {}  # factors of a layer's input channels
@@ -43,6 +44,11 @@ class StepLog:
         for layer in layers:
             self._columns.setdefault(layer, []).append(factors)
         self._rows.setdefault(smoothed, []).append(factors)
+
+    def record_range(self, name: str, largest: Any) -> None:
+        """Note the largest absolute value of an input or a cache, (1,) or (heads,), if none before was larger."""
+        known = self.ranges.get(name)
+        self.ranges[name] = largest if known is None else known.maximum(largest)
 
     def scale_as_moved(self, layer: str, weight: Any) -> Any:
         """Return a layer's weight, (out, in), as it was before it was rounded; itself where no scale was moved."""

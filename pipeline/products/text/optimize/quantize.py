@@ -28,6 +28,7 @@ from pipeline.products.text.optimize.calibration import count_samples, select_sa
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.optimize.ranges import check_ranges
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.records.digests import TEXT_FILES, digest_files
@@ -99,7 +100,7 @@ def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration
             coverage = _check_output(destination, probe, source=source, step=step, plan=plan, log=log)
         with log.phases.measure("digest"):
             files = digesting.result()
-    record = step.model_dump(mode="json") | ({"calibrated_on": count_samples(samples)} if samples else {})
+    record = step.build_record() | ({"calibrated_on": count_samples(samples)} if samples else {})
     return StepResult(coverage, tuple(log.fallbacks), record, files=files, seconds=log.phases.seconds)
 
 
@@ -116,6 +117,7 @@ def _check_output(
     device = _choose_device(folder)
     with log.phases.measure("check the weights"):
         check_reconstruction(folder, source=source, step=step, plan=plan, log=log, device=device)
+        check_ranges(folder, plan=plan, log=log)
         check_finite(iterate_weights(folder), where=folder)
     if step.algorithm != "rtn":
         for layer in plan.asked:

@@ -39,6 +39,4 @@ def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepR
         draft = read_checkpoint(folder, root=root, reference=step.draft)
         check_finite(iterate_weights(folder), where=folder)
         config = config.model_copy(update={"draft_digest": draft.digest, "draft_path": draft.path})
-    # the threshold is the gate's: another one must not make the candidate be evaluated again
-    record = step.model_dump(mode="json", exclude={"min_acceptance"}, exclude_none=True)
-    return StepResult(coverage=(), fallbacks=(), record=record, speculative=config)
+    return StepResult(coverage=(), fallbacks=(), record=step.build_record(), speculative=config)

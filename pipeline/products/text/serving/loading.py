@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.products.text.checkpoints import estimate_load_bytes, load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import (
+    estimate_load_bytes,
+    load_model,
+    load_tokenizer,
+    read_checkpoint,
+    read_config,
+)
+from pipeline.products.text.schemes import read_format, unpacks_to_bfloat16
 from pipeline.products.text.serving.batching import Batching, plan_batching
 from pipeline.products.text.serving.sizing import check_room, read_device
 from pipeline.records.digests import digest_checkpoint
@@ -24,6 +31,7 @@ from pipeline.records.fingerprints import fingerprint, read_environment
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.environment import read_hardware
+from pipeline.running.weight_files import read_tensors
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def load_candidate(
             read_device(kind, num_sharing),
             draft_bytes=estimate_load_bytes(draft_folder, dtype=asked.dtype) if draft_folder else 0,
         )
-    model = load_model(folder, dtype=asked.dtype, device=device)
+    model = load_model(folder, dtype=choose_load_dtype(folder, asked.dtype), device=device)
     check_context(model.config, asked.context_length)
     _set_attention(model, asked.attention)
     tokenizer = load_tokenizer(folder)
@@ -98,7 +106,9 @@ def load_candidate(
         # compressed weights are decompressed by the first forward pass, which must come before sharing
         model(torch.tensor([[0]], device=model.device), use_cache=False)
     if checkpoint.format == "compressed-tensors":
-        remove_offload(model)
+        settle_weights(model)
+    if model.dtype != getattr(torch, asked.dtype):  # it could be unpacked in another type alone
+        _convert(model, getattr(torch, asked.dtype))
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer, device=device) if draft_folder else None
@@ -120,11 +130,60 @@ def load_candidate(
     )
     batching = plan_batching(model, asked, read_device(kind, num_sharing), kv_cache_gib=kv_cache_gib)
     engine = {"num_packed_layers": num_packed, **batching.facts}
+    if imitated := count_imitated(model):
+        engine["imitated"] = imitated
     facts = _build_facts(loaded, model, engine=engine)
     config = {"generation_config.json": model.generation_config.to_json_string()}
     if draft is not None:
         config["draft/generation_config.json"] = draft.generation_config.to_json_string()
     return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
+
+
+def choose_load_dtype(folder: Path, asked: str) -> str:
+    """Return the type that a checkpoint is loaded in before it is served in another one: as asked, where it can be.
+
+    Raises:
+        EngineError: its weights are unpacked into bfloat16, which would round other ones of it.
+    """
+    if asked == "bfloat16" or not unpacks_to_bfloat16(read_config(folder).get("quantization_config") or {}):
+        return asked
+    widest = max(tensors := read_tensors(folder), key=lambda name: tensors[name].num_bytes)
+    if asked == "float16" or tensors[widest].dtype in ("F32", "F16"):
+        raise EngineError(
+            f"{folder}: expected serving.dtype bfloat16, which transformers unpacks its weights into, got {asked}, "
+            f"and {widest!r} is stored as {tensors[widest].dtype}; set it, or serve by vLLM"
+        )
+    return "bfloat16"
+
+
+def count_imitated(model: Any) -> dict[str, int]:
+    """Count the layers whose inputs, or keys and values, the model rounds in its own type, by the format it imitates.
+
+    Weights in few bits are no imitation: kernels for them multiply in the wider type as well.
+    """
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None or scheme.input_activations is None:
+            continue
+        what = "inputs" if scheme.weights is not None else "keys and values"
+        name = f"{read_format(scheme.input_activations.model_dump()).name} {what}"
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _convert(model: Any, dtype: Any) -> None:
+    """Give all floats of a model another type, also those that were made while torch tracked nothing."""
+    import torch
+
+    kept: dict[Any, Any] = {}  # a head may share the embedding's weights
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.is_floating_point():
+                if tensor not in kept:
+                    kept[tensor] = torch.nn.Parameter(tensor.detach().clone().to(dtype), requires_grad=False)
+                module._parameters[name] = kept[tensor]
+    model.config.dtype = dtype
 
 
 def _set_attention(model: Any, attention: str) -> None:
@@ -222,11 +281,15 @@ def _without_sampling(source: Any) -> Any:
     return config
 
 
-def remove_offload(model: Any) -> None:
-    """Take out the hooks with which compressed-tensors fetches every weight: decompressed ones need none."""
+def settle_weights(model: Any) -> None:
+    """Have compressed-tensors neither fetch nor round a weight in every forward pass: decompressed ones need none."""
     from compressed_tensors.offload import remove_dispatch
+    from compressed_tensors.quantization import QuantizationStatus
 
     remove_dispatch(model)
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_status = QuantizationStatus.COMPRESSED  # which rounds inputs alone
 
 
 def share_weights(model: Any) -> Any:

@@ -2,15 +2,16 @@
 
 Torch multiplies float32 matrices with MKL. On CPUs of other makers than Intel, MKL leaves half of
 their vector width unused; oneDNN, which torch ships too, does not. On such a machine a layer takes
-half the time. Every packed layer is checked against the original on random inputs. So a layer that does
-more than multiply (quantised activations, an adapter) keeps its own code. Rounding differs in the
-last bits; which layers are packed is reported with the server's facts.
+half the time. A layer whose inputs compressed-tensors rounds has them rounded as before. Every packed layer is
+checked against the original on random inputs. So a layer that does more (an adapter) keeps its own code.
+Rounding differs in the last bits; which layers are packed is reported with the server's facts.
 
 Not covered: half precision, which torch gives to oneDNN anyway, and training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def _pack(modules: tuple[Any, ...]) -> bool:
     try:
         # the operations that torch.compile uses for the same purpose; internal to torch, hence the guard
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), TYPICAL_ROWS)
-        forward = partial(_multiply, packed=packed, bias=layer.bias)
+        forward = partial(_multiply, packed=packed, bias=layer.bias, round_input=_find_rounding(layer))
         sample = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(0))
         expected, got = layer(sample), forward(sample)
     except (AttributeError, RuntimeError):
@@ -61,5 +62,22 @@ def _pack(modules: tuple[Any, ...]) -> bool:
     return True
 
 
-def _multiply(x: torch.Tensor, *, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _find_rounding(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what compressed-tensors does to a layer's inputs; None: nothing."""
+    scheme = getattr(layer, "quantization_scheme", None)
+    if scheme is None or scheme.input_activations is None:
+        return None
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    return partial(forward_quantize, layer, base_name="input", args=scheme.input_activations)
+
+
+def _multiply(
+    x: torch.Tensor,
+    *,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    round_input: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
+    rounded = x if round_input is None else round_input(x)
+    return torch.ops.mkldnn._linear_pointwise(rounded, packed, bias, "none", [], "")

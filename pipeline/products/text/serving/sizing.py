@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.products.text.memory import read_available_mib
-from pipeline.running.environment import count_memory_mib
+from pipeline.running.environment import count_memory_mib, read_available_mib
 
 CACHE_FRACTION = 0.8  # of the memory that is free after loading: the rest is for activations and CUDA graphs
 SLICE_LOGITS = 1 << 27  # elements of logits that scoring has in float32 at a time: 512 MiB

@@ -11,7 +11,7 @@ from pipeline.gate.pairing import Evidence
 from pipeline.products.text.findings.canary import describe_canary
 from pipeline.products.text.findings.speculation import describe_speculation
 from pipeline.products.text.settings import TextProduct
-from pipeline.products.text.show.plots import plot_completion, plot_speed
+from pipeline.products.text.show.plots import plot_completion, plot_sizes, plot_speed
 from pipeline.products.text.show.runs import format_step, measure_run
 from pipeline.products.text.show.speed import build_speed_section
 from pipeline.records.benchmarks import Machine
@@ -22,6 +22,7 @@ from pipeline.report.sections import Block, Figure, Section
 from pipeline.settings.base import Eval
 
 _COMPLETION = Figure("completion.png", "Task completion", "Task completion by bucket", plot_completion)
+_SIZES = Figure("sizes.png", "Quality by size", "The headline metric by the bytes of the weights", plot_sizes)
 _SPEED = Figure("speed.png", "Speed", "Throughput of every cell of the benchmark, candidate / reference", plot_speed)
 
 
@@ -35,8 +36,8 @@ class TextPresenter(Presenter[TextProduct]):
     )
 
     def list_figures(self, product: TextProduct) -> tuple[Figure, ...]:
-        """Return task completion by bucket, and speed."""
-        return _COMPLETION, _SPEED
+        """Return task completion by bucket, quality by size, and speed."""
+        return _COMPLETION, _SIZES, _SPEED
 
     def list_columns(self, evals: Mapping[str, Eval]) -> list[str]:
         """Return the divergence from the reference, token by token."""
@@ -47,7 +48,9 @@ class TextPresenter(Presenter[TextProduct]):
         judgement = compared.judgement
         chats = "trajectories" in judgement.policy.eval_kinds.values()
         is_timed = any(verdict.speed for verdict in judgement.verdicts)
-        return [*([_COMPLETION] if chats else []), *([_SPEED] if is_timed else [])]
+        sizes = {m.evidence.candidate.checkpoint.num_bytes for m in compared.findings.values() if m.evidence}
+        shown = [(_COMPLETION, chats), (_SIZES, len(sizes) > 1), (_SPEED, is_timed)]
+        return [figure for figure, has_content in shown if has_content]
 
     def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None

@@ -1,14 +1,15 @@
-"""The pictures of a language model's report: task completion by bucket, throughput by cell of the benchmark."""
+"""The pictures of a language model's report: completion by bucket, quality by size, throughput by cell."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.wording import natural_key
-from pipeline.report.plots import SIDES, choose_shown, draw_bars, format_shown, save_figure, style_bars
+from pipeline.gate.wording import is_rate, natural_key
+from pipeline.report.plots import OUTCOMES, SIDES, choose_shown, draw_bars, format_shown, save_figure, style_bars
 
 _DPI = 130
 
@@ -45,6 +46,52 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
     title = f"Task completion by bucket, with 95 % intervals{format_shown(judgement)}"
     style_bars(axis, len(series), "task completion, %", title)
     save_figure(figure, path)
+
+
+def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
+    """Draw the headline metric by the bytes of the weights, with 95 % intervals, and the best of each size joined."""
+    judgement = compared.judgement
+    metric = next(iter(judgement.policy.tolerances))
+    scale = 100 if is_rate(metric) else 1
+    figure = Figure(figsize=(7.0, 4.2), dpi=_DPI, layout="constrained")
+    axis = figure.subplots()
+    points = []
+    for verdict in choose_shown(judgement):
+        evidence = compared.findings[verdict.candidate].evidence
+        found = next((m for m in verdict.metrics if (m.name, m.bucket) == (metric, None)), None)
+        if evidence is None or found is None:
+            continue
+        megabytes, value = evidence.candidate.checkpoint.num_bytes / 1e6, scale * found.value
+        points.append((megabytes, value if found.better == "higher" else -value))
+        colour, marker, size = OUTCOMES.get(verdict.outcome, ("#606060", "s", 6))
+        if found.low is not None and found.high is not None:
+            axis.plot([megabytes] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
+        axis.plot([megabytes], [value], color=colour, marker=marker, markersize=size, markeredgecolor="white")
+        shown = f"{verdict.candidate}: {verdict.outcome}"
+        axis.annotate(
+            shown, (megabytes, value), xytext=(6, 4), textcoords="offset points", fontsize=8, parse_math=False
+        )
+    front = find_front(points)
+    axis.plot([x for x, _ in front], [abs(y) for _, y in front], color="#808080", linewidth=0.9, zorder=0)
+    reference = next((m for m in judgement.reference_metrics if (m.name, m.bucket) == (metric, None)), None)
+    if reference is not None:
+        axis.axhline(scale * reference.value, color="#000000", linewidth=1.1, linestyle="--")
+    axis.set_xlabel("megabytes of weights, as stored", fontsize=9)
+    axis.set_ylabel(f"{metric.rpartition('/')[2]}{', %' if scale == 100 else ''}", fontsize=9)
+    title = f"Quality by size (dashed: the reference; line: the best of each size){format_shown(judgement)}"
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.margins(x=0.16)
+    axis.grid(color="#DDDDDD", linewidth=0.6)
+    save_figure(figure, path)
+
+
+def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other one beats, (size, goodness) from the smallest on: smaller and better is best."""
+    front: list[tuple[float, float]] = []
+    for size, goodness in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or goodness > front[-1][1]:
+            front.append((size, goodness))
+    return front
 
 
 def plot_speed(compared: ReleaseComparison, path: Path) -> None:

@@ -13,6 +13,7 @@ from pipeline.report.presenting import JudgedRun
 def format_step(step: Mapping[str, Any]) -> str:
     """Return a step in a few words."""
     words = [str(step["kind"])]
+    words += [str(step[key]) for key in ("algorithm", "scheme") if step.get(key)]
     if "bits" in step:
         words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
     num_drafted = step.get("num_speculative_tokens", step.get("num_tokens"))  # the latter: of candidates of before

@@ -1,0 +1,75 @@
+"""Did the engine run the numbers that were asked for? A mark on the verdict, and a refusal of a release where not.
+
+The embedded engine imitates inputs and caches of few bits in a wider type, and says so itself. vLLM may fall back to a
+kernel that leaves inputs as they are, which flatters a result: NVFP4 runs so on a GPU that can't multiply FP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.pairing import Evidence
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.reasons import ReasonKind
+
+# in the names of vLLM's kernels that leave inputs as they are, or compute in a wider type
+_WEIGHTS_ALONE = ("Marlin", "Machete", "Emulat", "Dequant")
+# in the names of vLLM's schemes: the first is for weights alone, and the second stands in for FP8 inputs on older GPUs
+_FOR_WEIGHTS, _FALLBACK = "A16", "W8A16Fp8"
+
+
+def judge_imitation(findings: CandidateFindings, evidence: Evidence, product: TextProduct) -> None:
+    """Mark a candidate whose numbers its engine did not run as asked; a released one needs a reason."""
+    if problem := find_imitation(evidence):
+        name = evidence.candidate.name
+        if name not in product.release:
+            findings.add_note(problem, ReasonKind.LIMIT)
+        elif product.allow_emulated is not None:
+            findings.add_note(f"{problem}; allowed, as {product.allow_emulated}", ReasonKind.LIMIT)
+        else:
+            findings.refusals.append(f"{problem}; serve it where they run, or say in allow_emulated why that will do")
+    elif doubt := _find_doubt(evidence):
+        findings.add_note(doubt, ReasonKind.LIMIT)
+
+
+def find_imitation(evidence: Evidence) -> str | None:
+    """Say which numbers the engine imitated or left out, by what it said of itself; None: none."""
+    engine, serving = evidence.evaluation.served_by.get("engine", {}), evidence.candidate.serving
+    if imitated := engine.get("imitated"):
+        shown = ", ".join(f"{name} of {count} layers" for name, count in imitated.items())
+        return f"it rests on emulation: the engine imitates {shown} in {serving.dtype}"
+    rounded = [name for name in evidence.candidate.checkpoint.rounded if name.endswith("inputs")]
+    if rounded and (kernels := sorted(set(_list_weight_kernels(engine.get("kernels") or {})))):
+        return (
+            f"it fell back: {serving.engine} left inputs as they are, where the checkpoint asks for "
+            f"{' and '.join(rounded)}: it dispatched {', '.join(kernels)}"
+        )
+    return None
+
+
+def _find_doubt(evidence: Evidence) -> str | None:
+    rounded, engine = evidence.candidate.checkpoint.rounded, evidence.evaluation.served_by.get("engine", {})
+    if not rounded or evidence.candidate.serving.engine == "transformers" or engine.get("kernels"):
+        return None
+    return (
+        f"whether {' and '.join(rounded)} ran as asked is not known, as the engine did not say which kernels it "
+        "dispatched; set engine.report_kernels where quantgate starts it"
+    )
+
+
+def _list_weight_kernels(kernels: Mapping[str, Any]) -> list[str]:
+    """Return the kernels for weights alone, of schemes that round inputs, in a report of vLLM's workers.
+
+    Args:
+        kernels: by class of layer, "scheme kernel ..." -> number of layers; or such a report by worker.
+    """
+    found = []
+    for name, value in kernels.items():
+        scheme, _, rest = name.partition(" ")
+        if isinstance(value, Mapping):
+            found += _list_weight_kernels(value)
+        elif _FALLBACK in scheme or (_FOR_WEIGHTS not in scheme and any(word in rest for word in _WEIGHTS_ALONE)):
+            found.append(name)
+    return found

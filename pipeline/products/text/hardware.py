@@ -1,0 +1,80 @@
+"""What vLLM does with a scheme on a machine: it runs as asked, leaves inputs as they are, or has no kernel.
+
+A look-up by the compute capability of NVIDIA GPUs, for warnings before any work. What ran, the engine itself is asked.
+Sources: the pages on FP8, INT8 and INT4 in vLLM's documentation, and its pull request 49376 on NVFP4.
+Not covered: GPUs of other makers, and mixtures of experts, whose kernels are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.products.text.checkpoints import read_config
+from pipeline.products.text.schemes import Scheme, read_format
+from pipeline.products.text.settings import CandidateSettings, QuantizeStep, TextProduct, VllmEngine
+from pipeline.running.hub import locate_checkpoint
+
+Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)
+
+RUNS, FALLS_BACK, NO_KERNEL = "runs as asked", "leaves inputs as they are", "has no kernel"
+_TURING, _ADA, _HOPPER, _BLACKWELL = (7, 5), (8, 9), (9, 0), (10, 0)
+
+
+def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
+    """Return what vLLM does with a scheme: `RUNS`, `FALLS_BACK` or `NO_KERNEL`.
+
+    Args:
+        scheme: of a linear layer.
+        gpu: the compute capability; None: an x86 CPU.
+    """
+    inputs, weights = scheme.input_activations, scheme.weights
+    if gpu is None:
+        is_integer = weights.type == "int" and (inputs is None or (inputs.type == "int" and weights.num_bits == 8))
+        return RUNS if is_integer else NO_KERNEL
+    if gpu < _TURING:
+        return NO_KERNEL
+    if inputs is None:
+        return RUNS
+    if inputs.type == "int":
+        return RUNS if weights.num_bits == 8 and gpu < _BLACKWELL else NO_KERNEL
+    if weights.type == "int":
+        return RUNS if gpu == _HOPPER else NO_KERNEL
+    return RUNS if gpu >= (_BLACKWELL if inputs.scale_dtype else _ADA) else FALLS_BACK
+
+
+def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, ...]) -> list[str]:
+    """Return what vLLM will not run as asked on this machine, a line a candidate.
+
+    Args:
+        product: settings.
+        root: the project root, which checkpoints are relative to.
+        gpus: of this machine; none: its CPU serves.
+    """
+    place = f"compute capability {'.'.join(map(str, min(gpus)))}" if gpus else "a CPU"
+    lines = []
+    for name, candidate in product.candidates.items():
+        if not isinstance(candidate.engine, VllmEngine):
+            continue
+        runs = {s.name: predict_run(s, min(gpus) if gpus else None) for s in _list_schemes(candidate, root)}
+        lines += [
+            f"candidates.{name}: vLLM {run} for {scheme} on {place}; what is measured here is not what other "
+            "hardware would run"
+            for scheme, run in runs.items()
+            if run != RUNS
+        ]
+    return lines
+
+
+def _list_schemes(candidate: CandidateSettings, root: Path) -> Iterator[Scheme]:
+    """Yield the schemes of a candidate: of its step, or of the checkpoint that came quantised."""
+    steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
+    for step in steps:
+        yield from step.schemes
+    if steps:
+        return
+    settings = read_config(locate_checkpoint(candidate.checkpoint, root)).get("quantization_config") or {}
+    for group in (settings.get("config_groups") or {}).values():
+        inputs = read_format(group["input_activations"]) if group.get("input_activations") else None
+        if group.get("weights"):
+            yield Scheme.model_construct(weights=read_format(group["weights"]), input_activations=inputs)
