@@ -11,15 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import QuantgateError, QuantizationError
+from pipeline.errors import EngineError, QuantgateError, QuantizationError
 from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.products.text.checkpoints import load_model, read_checkpoint
+from pipeline.products.text.optimize import quantize as quantize_module
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import plan_folder
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import quantize
+from pipeline.products.text.optimize.ranges import check_ranges
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.products.text.schemes import PRESETS
+from pipeline.products.text.serving.loading import choose_load_dtype, load_candidate
 from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.records.evaluations import Candidate
+from pipeline.records.serving import ServingConfig
 from tests.fakes.tiny_llama import write_documents, write_tiny_llama
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -96,10 +102,12 @@ def edit(folder: Path, target: Path, change: Callable[[dict[str, Any]], object])
     return target
 
 
-def check(folder: Path, source: Path, step: QuantizeStep) -> None:
-    plan, log = plan_folder(source, step), StepLog(step.algorithm)
+def check(folder: Path, source: Path, step: QuantizeStep, log: StepLog | None = None) -> None:
+    plan, log = plan_folder(source, step), log or StepLog(step.algorithm)
     check_coverage(folder, source=source, plan=plan, log=log)
     check_reconstruction(folder, source=source, step=step, plan=plan, log=log)
+    if log.ranges:
+        check_ranges(folder, plan=plan, log=log)
 
 
 def double(tensor: Any, *place: int) -> None:
@@ -138,6 +146,142 @@ def test_a_layer_left_dense_is_refused(
     folder = edit(make(make_step(name)), tmp_path / "out", change)
     with pytest.raises(QuantizationError, match=rf"layer '{LAYER}': expected .*, found weight BF16"):
         check(folder, source, make_step(name))
+
+
+ATTENTION = "model.layers.1.self_attn"
+CACHE = {"kv_cache": {"dtype": "fp8"}, "calibration": CALIBRATION}
+
+
+def make_with_ranges(
+    step: QuantizeStep, source: Path, texts: Evalset, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> StepLog:
+    """Run a step, and return its log with what calibration saw."""
+    logs: list[StepLog] = []
+    monkeypatch.setattr(quantize_module, "StepLog", lambda *args: logs.append(StepLog(*args)) or logs[-1])
+    quantize(source, folder, step=step, calibration_set=texts)
+    return logs[0]
+
+
+def set_to(value: float) -> Callable[[Any], Any]:
+    return lambda tensor: tensor.fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "name", "change"),
+    [
+        ("FP8", {}, f"{LAYER}.input_scale", lambda tensor: tensor.mul_(2)),
+        ("FP8", {}, f"{LAYER}.input_scale", lambda tensor: tensor.mul_(0.5)),
+        ("FP8", {"algorithm": "gptq"}, f"{LAYER}.input_scale", lambda tensor: tensor.mul_(2)),
+        ("FP8", {"smoothing_strength": 0.5}, f"{LAYER}.input_scale", lambda tensor: tensor.mul_(2)),
+        ("NVFP4", {}, f"{LAYER}.input_global_scale", lambda tensor: tensor.mul_(2)),
+        ("FP8_DYNAMIC", CACHE, f"{ATTENTION}.k_scale", set_to(1)),
+        ("FP8_DYNAMIC", CACHE, f"{ATTENTION}.v_scale", set_to(1)),
+        ("W4A16", CACHE | {"group_size": 64, "algorithm": "gptq"}, f"{ATTENTION}.v_scale", set_to(1)),
+        (
+            "W8A8",
+            CACHE | {"kv_cache": {"dtype": "fp8", "strategy": "attn_head"}},
+            f"{ATTENTION}.k_scale",
+            lambda tensor: tensor[1].mul_(2),
+        ),
+        ("W8A8", CACHE, f"{ATTENTION}.k_scale", set_to(float("nan"))),
+    ],
+)
+def test_a_stored_scale_must_reach_what_calibration_saw(
+    scheme: str,
+    changes: dict[str, Any],
+    name: str,
+    change: Callable[[Any], Any],
+    source: Path,
+    texts: Evalset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step(scheme, **changes)
+    log = make_with_ranges(step, source, texts, tmp_path / "made", monkeypatch)
+    check(tmp_path / "made", source, step, log)
+    folder = edit(tmp_path / "made", tmp_path / "edited", lambda tensors: change(tensors[name]))
+    layer, _, part = name.rpartition(".")
+    with pytest.raises(QuantizationError, match=rf"layer '{layer}': its {part} is .*, expected .* calibration saw"):
+        check(folder, source, step, log)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head", "token"])
+def test_a_cache_is_covered_layer_by_layer(strategy: str, source: Path, texts: Evalset, tmp_path: Path) -> None:
+    calibration = {} if strategy == "token" else {"calibration": CALIBRATION}
+    step = make_step("FP8_DYNAMIC", kv_cache={"dtype": "fp8", "strategy": strategy}, **calibration)
+    result = quantize(source, tmp_path / "made", step=step, calibration_set=texts)
+    caches = {layer.layer: layer.format for layer in result.coverage if layer.format.startswith("kv-")}
+    name = f"kv-fp8-{strategy}" + ("-dynamic" if strategy == "token" else "")
+    assert caches == {f"model.layers.{i}.self_attn": name for i in range(2)}
+    rounded = read_checkpoint(tmp_path / "made", root=tmp_path).rounded
+    assert rounded == ("fp8-token-dynamic inputs", f"{name.removeprefix('kv-')} keys and values")
+
+
+def test_a_cache_scale_that_is_missing_or_was_not_asked_for_is_refused(
+    source: Path, make: Callable[[QuantizeStep], Path], tmp_path: Path
+) -> None:
+    cached, plain = make_step("FP8_DYNAMIC", **CACHE), make_step("FP8_DYNAMIC")
+    folder = edit(make(cached), tmp_path / "less", lambda tensors: tensors.pop(f"{ATTENTION}.k_scale"))
+    with pytest.raises(QuantizationError, match=f"layer '{ATTENTION}': expected scales of keys and values"):
+        check(folder, source, cached)
+    with pytest.raises(QuantizationError, match=r"config\.json: quantization_config: expected .*, found .*num_bits 8"):
+        check(make(cached), source, plain)
+    with pytest.raises(QuantizationError, match=r"config\.json: quantization_config: expected "):
+        check(make(plain), source, cached)
+
+
+def test_smoothing_moves_scales_that_are_undone_before_weights_are_compared(
+    source: Path, texts: Evalset, tmp_path: Path
+) -> None:
+    step = make_step("W8A8", smoothing_strength=0.5, calibration=CALIBRATION)
+    quantize(source, tmp_path / "made", step=step, calibration_set=texts)  # refuses what it can't explain
+    norm = "model.layers.0.input_layernorm.weight"
+    before, after = (load_file(folder / "model.safetensors")[norm] for folder in (source, tmp_path / "made"))
+    assert not torch.equal(before, after)
+
+
+SAID_BY_SERVER = {"dtype": "float32", "concurrency": 2, "context_length": 64, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "imitated"),
+    [
+        ("W8A16", {}, {}),
+        ("NVFP4A16", {}, {}),
+        ("W8A8", {}, {"int8-token-symmetric-dynamic inputs": 14}),
+        ("NVFP4", {}, {"nvfp4 inputs": 14}),
+        ("FP8_DYNAMIC", CACHE, {"fp8-tensor keys and values": 2, "fp8-token-dynamic inputs": 14}),
+    ],
+)
+def test_the_server_says_what_it_imitates_and_answers_as_plain_transformers_does(
+    scheme: str, changes: dict[str, Any], imitated: dict[str, int], make: Callable[[QuantizeStep], Path]
+) -> None:
+    torch.set_num_threads(1)
+    folder = make(make_step(scheme, **changes))
+    checkpoint = read_checkpoint(folder, root=folder.parent)
+    assert bool(checkpoint.rounded) == bool(imitated)
+    serving = ServingConfig(**SAID_BY_SERVER)
+    loaded = load_candidate(Candidate(name="tiny", checkpoint=checkpoint, serving=serving, libraries={}), folder)
+    assert loaded.facts["engine"].get("imitated", {}) == imitated
+    plain = load_model(folder, dtype="bfloat16" if scheme.startswith("NV") else "float32")
+    ids = torch.arange(20, 50)[None]
+    with torch.no_grad():
+        plain(ids, use_cache=False)  # unpacks
+        torch.nn.Module.float(plain)  # transformers refuses it, as it can't know that all is unpacked
+        expected = plain(ids, use_cache=False).logits
+        got = loaded.scorer(ids, use_cache=False).logits
+    assert (got - expected).abs().max() <= 2e-4 * expected.abs().max()
+
+
+def test_floats_of_four_bits_beside_wider_weights_are_refused(
+    make: Callable[[QuantizeStep], Path], tmp_path: Path
+) -> None:
+    name = "model.embed_tokens.weight"
+    folder = edit(make(make_step("NVFP4A16")), tmp_path / "wide", lambda t: t.update({name: t[name].float()}))
+    with pytest.raises(EngineError, match=f"expected serving.dtype bfloat16, .* got float32, and '{name}' is .* F32"):
+        choose_load_dtype(folder, "float32")
+    assert choose_load_dtype(folder, "bfloat16") == "bfloat16"
+    assert choose_load_dtype(make(make_step("W8A8")), "float32") == "float32"
 
 
 def test_another_scheme_than_asked_is_refused(source: Path, make: Callable[[QuantizeStep], Path]) -> None:

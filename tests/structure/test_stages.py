@@ -191,6 +191,7 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
     assert settings.options == {"use_cuda_graph": False, "max_batch_tokens": 16}
 
 
+QUANTISED = ("gptq-short", "gptq-long", "awq-long", "awq-long-g32", "fp8-dynamic", "w8a8", "fp8-kv", "nvfp4", "mixed")
 TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled")]
 
 
@@ -210,10 +211,7 @@ TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled"
         (("agent", "canary", "session_calls", 6), lambda: _of("agent", *JUDGED)),
         (
             ("agent", "optimize", "num_threads", 3),
-            lambda: (
-                _of("agent", *JUDGED)
-                | {f"optimize@{name}" for name in ("gptq-short", "gptq-long", "awq-long", "awq-long-g32")}
-            ),
+            lambda: _of("agent", *JUDGED) | {f"optimize@{name}" for name in QUANTISED},
         ),
         (("awq-long", "", "checkpoint", "models/agent-draft"), lambda: {"optimize@awq-long"} | _of("agent", *JUDGED)),
         *((traced, lambda n=traced[0]: {f"evaluate@{n}"}) for traced in TRACED),

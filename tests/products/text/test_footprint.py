@@ -40,6 +40,17 @@ def test_packed_weights_count_as_they_unpack_or_as_they_are_stored(bits: int, va
     assert count_load_bytes(tensors, config, dtype="float32", keeps_packed=True) == 64 * 32 * 4 + rest
 
 
+def test_layers_of_a_mixed_recipe_count_by_the_group_that_names_them() -> None:
+    tensors = {f"{layer}.weight_packed": tensor(64, 32, dtype="I32") for layer in ("model.a", "model.b", "model.c")}
+    groups = {
+        "group_0": {"weights": {"num_bits": 4}, "targets": ["model.a"]},
+        "group_1": {"weights": {"num_bits": 8}, "targets": ["re:.*b"]},
+    }
+    config = {"quantization_config": {"config_groups": groups}}
+    # one that none names counts as the first group's: 8 values a word, 4, and 8
+    assert count_load_bytes(tensors, config, dtype="float32") == 64 * 32 * (8 + 4 + 8) * 4
+
+
 def test_old_formats_stay_packed() -> None:
     tensors = {"a.qweight": tensor(64, 32, dtype="I32"), "a.scales": tensor(64, 2, dtype="BF16")}
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}

@@ -10,9 +10,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from ruamel.yaml import YAML
 
+from pipeline.products.text.hardware import FALLS_BACK, NO_KERNEL, RUNS, predict_run, warn_of_fallbacks
 from pipeline.products.text.problems import find_text_problems
-from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset
-from pipeline.products.text.settings import QuantizeStep, TextProduct
+from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset, list_rounded
+from pipeline.products.text.settings import QuantizeStep, TextProduct, VllmEngine
 from tests.paths import ROOT
 
 FIELDS = tuple(NumberFormat.model_fields)
@@ -89,6 +90,23 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         ({"scheme": "FP8"}, "calibration: expected the texts that fp8-tensor/fp8-tensor is calibrated on"),
         ({"scheme": "W4A16", "algorithm": "awq"}, "calibration: expected the texts that awq is calibrated on"),
         ({"scheme": "W4A16", "calibration": CALIBRATION}, "calibration: expected none, as rounding to nearest"),
+        (
+            {"scheme": "W8A8", "kv_cache": {"dtype": "fp8"}},
+            "calibration: expected the texts that kv_cache with",
+        ),
+        ({"scheme": "W8A8", "smoothing_strength": 0.5}, "calibration: expected the texts that smoothing_strength is"),
+        (
+            {"scheme": "W4A16", "algorithm": "awq", "smoothing_strength": 0.5, "calibration": CALIBRATION},
+            "smoothing_strength: expected none with algorithm awq",
+        ),
+        (
+            {"scheme": "FP8", "algorithm": "awq", "calibration": CALIBRATION},
+            "algorithm: expected rtn or gptq, as fp8-tensor has one scale a layer",
+        ),
+        (
+            {"weights": INT4, "input_activations": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
+            "input_activations.strategy: expected one of linear layers, got 'attn_head'",
+        ),
         ({"scheme": "W4A16", "damping_fraction": 0.1}, "damping_fraction: gptq alone has it, got algorithm rtn"),
         ({"scheme": "W4A16", "num_grid_points": 9}, "num_grid_points: awq alone has it, got algorithm rtn"),
     ],
@@ -132,6 +150,71 @@ def test_a_release_on_imitated_numbers_needs_a_reason() -> None:
     assert not find_text_problems(make_product({"scheme": "W8A16"}))
 
 
-def test_floats_of_four_bits_need_bfloat16() -> None:
-    (problem,) = find_text_problems(make_product({"scheme": "NVFP4A16"}))
-    assert problem.startswith("candidates.made.steps.0.scheme: expected serving.dtype bfloat16 with nvfp4, ")
+def test_floats_of_four_bits_are_not_served_in_float16() -> None:
+    data = YAML(typ="safe").load(ROOT / "params.yaml")["products"]["agent"]["serving"]
+    (problem,) = find_text_problems(make_product({"scheme": "NVFP4A16"}, serving=data | {"dtype": "float16"}))
+    assert problem.startswith("candidates.made.steps.0.scheme: expected serving.dtype bfloat16 or float32 with nvfp4, ")
+    assert not find_text_problems(make_product({"scheme": "NVFP4A16"}))
+
+
+def test_a_cache_of_few_bits_is_imitated_as_well() -> None:
+    step = {"scheme": "W8A16", "kv_cache": {"dtype": "fp8"}, "calibration": CALIBRATION}
+    (problem,) = find_text_problems(make_product(step))
+    assert "imitates fp8-tensor keys and values in float32" in problem
+
+
+def test_a_record_has_no_settings_of_another_algorithm() -> None:
+    record = QuantizeStep(kind="quantize", scheme="W8A8").build_record()
+    assert record["kv_cache"] is None  # another one that is asked for must differ
+    assert not {"num_grid_points", "damping_fraction", "activation_order"} & set(record)
+
+
+def test_what_is_rounded_while_it_runs_is_read_from_config_json() -> None:
+    groups = {
+        "group_0": {"weights": {"num_bits": 4}, "input_activations": None},
+        "group_1": {"input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}},
+        "group_2": {"input_activations": {"num_bits": 6, "type": "float", "strategy": "tensor"}},
+    }
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert list_rounded({"config_groups": groups, "kv_cache_scheme": cache}) == (
+        "fp6-tensor inputs",
+        "fp8-token-dynamic inputs",
+        "fp8-tensor keys and values",
+    )
+    assert list_rounded({"quant_method": "gptq", "bits": 4}) == list_rounded({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "run"),
+    [
+        ("W4A16", (7, 5), RUNS),
+        ("W4A16", (7, 0), NO_KERNEL),
+        ("W8A8", (8, 0), RUNS),
+        ("W8A8", (10, 0), NO_KERNEL),
+        ("W8A8", None, RUNS),
+        ("FP8_DYNAMIC", (8, 6), FALLS_BACK),
+        ("FP8_DYNAMIC", (8, 9), RUNS),
+        ("FP8_DYNAMIC", None, NO_KERNEL),
+        ("NVFP4", (9, 0), FALLS_BACK),
+        ("NVFP4", (10, 0), RUNS),
+        ("NVFP4A16", (9, 0), RUNS),
+        ("MXFP8", (9, 0), FALLS_BACK),
+        ("W4AFP8", (9, 0), RUNS),
+        ("W4AFP8", (8, 9), NO_KERNEL),
+        ("W4A8", (9, 0), NO_KERNEL),
+    ],
+)
+def test_what_a_gpu_runs(name: str, gpu: tuple[int, int] | None, run: str) -> None:
+    assert predict_run(PRESETS[name], gpu) == run
+
+
+def test_candidates_that_fall_back_are_named_before_any_work() -> None:
+    engine = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.26.0"}
+    product = make_product({"scheme": "NVFP4", "calibration": CALIBRATION})
+    made = product.candidates["made"].model_copy(update={"engine": VllmEngine.model_validate(engine)})
+    product = product.model_copy(update={"candidates": product.candidates | {"made": made}})
+    (line,) = warn_of_fallbacks(product, ROOT, ((10, 0), (9, 0)))
+    assert line.startswith("candidates.made: vLLM leaves inputs as they are for nvfp4/nvfp4 on compute capability 9.0;")
+    assert not warn_of_fallbacks(product, ROOT, ((10, 0),))
+    assert len(warn_of_fallbacks(product, ROOT, ())) == 1
+    assert not warn_of_fallbacks(make_product({"scheme": "NVFP4"}), ROOT, ())  # the embedded engine imitates

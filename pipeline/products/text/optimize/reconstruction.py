@@ -8,12 +8,13 @@ float32, so that a CPU works in its cache. Two things are known of the error:
 
 - rounding raises as often as it lowers. So over a layer the mean error is near 0, and it is one step where a
   zero-point is off by one. GPTQ, which makes up for errors by others, keeps the mean small as well (0.007 steps on
-  the shipped checkpoint).
+  the shipped checkpoint). Of floats it is held against the mean step, as GPTQ moves small values by many of theirs.
 - rounded to nearest, no weight is further off than half a step, so no group's root mean square is larger. A wrong
   scale, or a bit less, makes it about 1 (0.39 at most on the shipped checkpoint, where a uniform error makes 0.29).
 
 Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
-scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms, nor scales of inputs.
+scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms. `ranges.py` has scales
+of inputs.
 """
 
 from __future__ import annotations
@@ -115,15 +116,18 @@ def _move(tensor: Any, device: str) -> Any:
 
 def _check_layer(packed: Parts, weight: Any, scheme: Scheme, *, is_nearest: bool, where: str) -> None:
     limit = _HALF_STEP + _count_steps(scheme.weights) * _read_precision(packed["weight_scale"])
-    total = 0.0
+    total, num_steps = 0.0, 0.0
     worst = (0.0, 0, 0)  # steps, row, group
-    for first, errors in _iterate_errors(packed, weight, scheme):
+    for first, errors, steps in _iterate_errors(packed, weight, scheme):
         total += float(errors.sum())
+        num_steps += errors.numel() if steps is None else float(steps.sum())
         if is_nearest:
+            if steps is not None:
+                errors /= steps
             sizes = errors.square_().mean(dim=2).sqrt()
             row, group = divmod(int(sizes.argmax()), sizes.shape[1])
             worst = max(worst, (float(sizes[row, group]), first + row, group))
-    mean = total / weight.numel()
+    mean = total / num_steps
     if not abs(mean) <= MAX_MEAN_STEPS:  # as of NaN
         raise QuantizationError(
             f"{where}: its weights are {mean:+.2f} steps from the source's on average, "
@@ -149,8 +153,11 @@ def _read_precision(scale: Any) -> float:
     return float(torch.finfo(scale.dtype).eps) if scale.dtype.is_floating_point and scale.itemsize > 1 else 0.0
 
 
-def _iterate_errors(packed: Parts, weight: Any, scheme: Scheme) -> Iterator[tuple[int, Any]]:
-    """Yield the first row of each part of a layer, and how far its weights are off as (rows, groups, group_size)."""
+def _iterate_errors(packed: Parts, weight: Any, scheme: Scheme) -> Iterator[tuple[int, Any, Any | None]]:
+    """Yield the first row of each part of a layer, and how far its weights are off, in scales.
+
+    Errors are (rows, groups, group_size). With them come the steps of a float format there; None: a step is a scale.
+    """
     numbers, (num_out, num_in) = scheme.weights, weight.shape
     scale = _read_scales(packed, numbers, num_out)
     num_groups = scale.shape[1]
@@ -162,11 +169,8 @@ def _iterate_errors(packed: Parts, weight: Any, scheme: Scheme) -> Iterator[tupl
         exact = weight[rows].reshape(values.shape) / scale[rows][..., None]
         if numbers.type == "int":
             values -= zero[rows][..., None]
-            values -= exact
-        else:
-            values -= exact
-            values /= _measure_steps(exact, _FLOATS[numbers.num_bits])
-        yield first, values
+        values -= exact
+        yield first, values, None if numbers.type == "int" else _measure_steps(exact, _FLOATS[numbers.num_bits])
 
 
 def _read_scales(packed: Parts, numbers: NumberFormat, num_out: int) -> Any:
