@@ -1,9 +1,9 @@
 """What does each scheme of numbers cost a checkpoint? Bytes a weight, loss on held-out texts, seconds to make.
 
-Quantises a checkpoint by each preset of `kind: quantize`, rounding to nearest, with all checks of the step, and scores
-documents with plain transformers: negative log-likelihood in nats a token. Floats of four bits and MXFP8 are scored in
-bfloat16, beside the reference in bfloat16; the others in float32. The first row's seconds hold the library's import.
-One look without an interval: the gate's evals decide.
+Quantises a checkpoint by each preset of `kind: quantize`, rounding to nearest, and by FP8_DYNAMIC with a cache of 8-bit
+floats, with all checks of the step. It scores documents with plain transformers: negative log-likelihood in nats a
+token. Floats of four bits and MXFP8 are scored in bfloat16, beside the reference in bfloat16; the others in float32. The
+first row's seconds hold the library's import. One look without an interval: the gate's evals decide.
 
     python -m benchmarks.schemes [--checkpoint models/agent] [--documents evalsets/prose] [--num-documents 40]
         [--tokens 200] [--schemes NAME ...]
@@ -24,10 +24,12 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.checkpoints import layer_shapes, load_model, load_tokenizer
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
 
 TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=64, max_tokens=256, length_exponent=0.0)
+CACHES = {f"FP8_DYNAMIC+kv_{strategy}": strategy for strategy in ("tensor", "attn_head", "token")}
+NAMES = (*PRESETS, *CACHES)
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--documents", type=Path, default=Path("evalsets/prose"))
     parser.add_argument("--num-documents", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=200, help="after which a document is cut")
-    parser.add_argument("--schemes", nargs="+", choices=PRESETS, default=tuple(PRESETS))
+    parser.add_argument("--schemes", nargs="+", choices=NAMES, default=NAMES)
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.checkpoint)
     cases = load_evalset(arguments.documents).cases[: arguments.num_documents]
@@ -51,18 +53,20 @@ def main() -> None:
             start = time.process_time()
             num_bytes, num_weights = make(arguments.checkpoint, made, name)
             seconds = time.process_time() - start
-            dtype = "bfloat16" if PRESETS[name].weights.scale_dtype else "float32"
+            dtype = "bfloat16" if name in PRESETS and PRESETS[name].weights.scale_dtype else "float32"
             loss = score(made, documents, dtype) - reference[dtype]
         print(f"| {name} | {num_bytes / num_weights:.3f} | {loss:+.4f} | {seconds:.1f} |", flush=True)
 
 
 def make(source: Path, target: Path, name: str) -> tuple[int, int]:
     """Quantise a checkpoint; return the bytes of its quantised layers, and how many weights they have."""
-    scheme = PRESETS[name]
-    calibration = CALIBRATION if scheme.needs_calibration else None
-    step = QuantizeStep(kind="quantize", scheme=name, calibration=calibration)
+    scheme = name.partition("+")[0]
+    cache = KvCache.model_validate({"dtype": "fp8", "strategy": CACHES[name]}) if name in CACHES else None
+    needs_texts = PRESETS[scheme].needs_calibration or (cache is not None and not cache.resolve().dynamic)
+    calibration = CALIBRATION if needs_texts else None
+    step = QuantizeStep(kind="quantize", scheme=scheme, kv_cache=cache, calibration=calibration)
     result = quantize(source, target, step=step, calibration_set=load_evalset(TEXTS))
-    asked = [layer for layer in result.coverage if layer.asked]
+    asked = [layer for layer in result.coverage if layer.asked and not layer.format.startswith("kv-")]
     shapes = layer_shapes(source)
     return sum(layer.num_bytes for layer in asked), sum(math.prod(shapes[layer.layer]) for layer in asked)
 

@@ -157,7 +157,12 @@ def make_with_ranges(
 ) -> StepLog:
     """Run a step, and return its log with what calibration saw."""
     logs: list[StepLog] = []
-    monkeypatch.setattr(quantize_module, "StepLog", lambda *args: logs.append(StepLog(*args)) or logs[-1])
+
+    def keep(kind: str) -> StepLog:
+        logs.append(StepLog(kind))
+        return logs[-1]
+
+    monkeypatch.setattr(quantize_module, "StepLog", keep)
     quantize(source, folder, step=step, calibration_set=texts)
     return logs[0]
 
@@ -240,9 +245,6 @@ def test_smoothing_moves_scales_that_are_undone_before_weights_are_compared(
     assert not torch.equal(before, after)
 
 
-SAID_BY_SERVER = {"dtype": "float32", "concurrency": 2, "context_length": 64, "max_tokens": 8}
-
-
 @pytest.mark.parametrize(
     ("scheme", "changes", "imitated"),
     [
@@ -260,7 +262,7 @@ def test_the_server_says_what_it_imitates_and_answers_as_plain_transformers_does
     folder = make(make_step(scheme, **changes))
     checkpoint = read_checkpoint(folder, root=folder.parent)
     assert bool(checkpoint.rounded) == bool(imitated)
-    serving = ServingConfig(**SAID_BY_SERVER)
+    serving = ServingConfig(dtype="float32", concurrency=2, context_length=64, max_tokens=8)
     loaded = load_candidate(Candidate(name="tiny", checkpoint=checkpoint, serving=serving, libraries={}), folder)
     assert loaded.facts["engine"].get("imitated", {}) == imitated
     plain = load_model(folder, dtype="bfloat16" if scheme.startswith("NV") else "float32")
