@@ -2,8 +2,8 @@
 
 Quantises a checkpoint by each preset of `kind: quantize`, rounding to nearest, and by FP8_DYNAMIC with a cache of 8-bit
 floats, with all checks of the step. It scores documents with plain transformers: negative log-likelihood in nats a
-token. Floats of four bits and MXFP8 are scored in bfloat16, beside the reference in bfloat16; the others in float32. The
-first row's seconds hold the library's import. One look without an interval: the gate's evals decide.
+token. FP4 and MXFP8 are scored in bfloat16, beside the reference in bfloat16; the others in float32. The
+first row has the library's import in its seconds. One look without an interval: the gate's evals decide.
 
     python -m benchmarks.schemes [--checkpoint models/agent] [--documents evalsets/prose] [--num-documents 40]
         [--tokens 200] [--schemes NAME ...]
