@@ -3,7 +3,7 @@
 All candidates get the same prompts and seeds, so every comparison is paired. Finished batches are journaled with
 their pixels and notes: a killed run renders none of them twice, and the next one knows as much. The folder holds
 records as of any other eval, the images as PNG, and a file of notes: the range of every decoder module, time, memory,
-what guidance did at each step.
+what guidance did at each step, and of the reference the floor of likeness (`other_seeds.py`).
 """
 
 from __future__ import annotations

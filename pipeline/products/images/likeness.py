@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
+from pipeline.gate.pairing import Evidence, load_evidence, pair_cases
 from pipeline.products.images.findings.likeness import FOLDER, locate_likeness
 from pipeline.products.images.scoring import compare_pictures
 from pipeline.products.images.serving import read_image_candidate
@@ -24,8 +24,6 @@ from pipeline.records.likeness import Likeness, PictureLikeness
 from pipeline.records.record_files import read_record, write_record
 from pipeline.report.pictures.images import Picture, locate_image, read_image
 from pipeline.running.stage_code import digest_code
-
-_MAX_PIXELS = 2**20  # compared at a time
 
 Pair = tuple[CaseRecord, CaseRecord]  # of the reference and of the candidate
 
@@ -94,29 +92,19 @@ def _load(name: str, product: ImagesProduct, build: Path) -> Evidence:
 def _compare_eval(sides: tuple[Evidence, Evidence], eval_name: str) -> Iterator[PictureLikeness]:
     """Yield how alike the pictures of each case are, in the reference's order."""
     pairs = pair_cases(*sides, eval_name)
-    ssim = {i: float(is_sound) for i, is_sound in enumerate(_list_settled(pairs)) if is_sound is not None}
-    opened = [i for i in range(len(pairs.reference)) if i not in ssim]
-    batch: list[tuple[int, Picture, Picture]] = []
-    for i in opened:
-        batch.append((i, *_read_pair(sides, eval_name, (pairs.reference[i], pairs.candidate[i]))))
-        if i == opened[-1] or sum(ours.shape[0] * ours.shape[1] for _, ours, _ in batch) >= _MAX_PIXELS:
-            numbers, ours, theirs = zip(*batch, strict=True)
-            ssim |= zip(numbers, compare_pictures(ours, theirs), strict=True)
-            batch = []
-    for i, (first, second) in enumerate(zip(pairs.reference, pairs.candidate, strict=True)):
+    for first, second in zip(pairs.reference, pairs.candidate, strict=True):
+        if not (first.scores.get("sound") and second.scores.get("sound")):
+            ssim = 0.0
+        elif first.output == second.output:
+            ssim = 1.0
+        else:
+            ssim = compare_pictures(*_read_pair(sides, eval_name, (first, second)))
         yield PictureLikeness(
             case_id=first.case_id,
             reference=name_picture(first.output),
             candidate=name_picture(second.output),
-            ssim=ssim[i],
+            ssim=ssim,
         )
-
-
-def _list_settled(pairs: PairedCases) -> Iterator[bool | None]:
-    """Yield of each case what is known of its pictures unopened: equal, one of them not sound, or nothing."""
-    for first, second in zip(pairs.reference, pairs.candidate, strict=True):
-        is_sound = bool(first.scores.get("sound")) and bool(second.scores.get("sound"))
-        yield (True if first.output == second.output else None) if is_sound else False
 
 
 def _read_pair(sides: Sequence[Evidence], eval_name: str, pair: Pair) -> tuple[Picture, Picture]:

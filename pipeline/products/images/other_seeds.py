@@ -25,10 +25,20 @@ Drawn = tuple[CaseRecord, bytes]  # a picture's record, and the picture as PNG
 
 
 def choose_other_seeds(cases: Sequence[PromptCase]) -> list[PromptCase]:
-    """Return cases from all over an eval, each with the seed that follows its own."""
+    """Return cases from all over an eval, each with the next seed that no case of its prompt has.
+
+    A picture is known by its prompt and seed: drawn for another case once more, it would take that one's place.
+    """
     num = min(MAX_PROMPTS, len(cases))
-    chosen = [cases[i * len(cases) // num] for i in range(num)]
-    return [case.model_copy(update={"seed": (case.seed + 1) % _NUM_SEEDS}) for case in chosen]
+    taken = {(case.prompt, case.seed) for case in cases}
+    again = []
+    for case in (cases[i * len(cases) // num] for i in range(num)):
+        seed = case.seed
+        while (case.prompt, seed) in taken:
+            seed = (seed + 1) % _NUM_SEEDS
+        taken.add((case.prompt, seed))
+        again.append(case.model_copy(update={"seed": seed}))
+    return again
 
 
 def measure_floor(pairs: Sequence[tuple[Drawn, Drawn]]) -> dict[str, float]:
@@ -40,7 +50,7 @@ def measure_floor(pairs: Sequence[tuple[Drawn, Drawn]]) -> dict[str, float]:
     from pipeline.products.images.scoring import compare_pictures
 
     return {
-        first[0].case_id: compare_pictures([_open(first[1])], [_open(second[1])])[0]
+        first[0].case_id: compare_pictures(_open(first[1]), _open(second[1]))
         if first[0].scores["sound"] and second[0].scores["sound"]
         else 0.0
         for first, second in pairs

@@ -138,22 +138,22 @@ def blank(batch: torch.Tensor, unusable: torch.Tensor, value: float = 0.0) -> to
     return batch.masked_fill(unusable[:, None, None, None], value)
 
 
-def compare_pictures(ours: Sequence[NDArray[np.uint8]], theirs: Sequence[NDArray[np.uint8]]) -> list[float]:
-    """Return how alike pictures are that were drawn apart: their SSIM, and 0 where it is less than that.
+def compare_pictures(ours: NDArray[np.uint8], theirs: NDArray[np.uint8]) -> float:
+    """Return how alike two pictures are that were drawn apart: their SSIM, and 0 where it is less than that.
 
     Args:
-        ours: (height, width, 3), all of one size.
-        theirs: as many of that size.
+        ours: (height, width, 3).
+        theirs: of the same size.
 
     Returns:
-        One number in [0, 1] a pair, 1 for equal pixels.
+        A number in [0, 1], 1 for equal pixels.
 
     Raises:
         NumericsError: sizes differ, or are smaller than the window of the SSIM.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    a, b = (torch.from_numpy(np.stack(side)).to(device).permute(0, 3, 1, 2) / 255 for side in (ours, theirs))
-    return structural_similarity(a, b).clamp(0, 1).tolist()
+    a, b = (torch.tensor(side, device=device).permute(2, 0, 1)[None] / 255 for side in (ours, theirs))
+    return float(structural_similarity(a, b).clamp(0, 1))
 
 
 def to_bytes(raw: torch.Tensor) -> torch.Tensor:
