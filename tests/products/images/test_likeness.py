@@ -29,6 +29,7 @@ from pipeline.records.record_files import read_record, write_cases
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.release.kept_records import keep_records, restore_records
 from pipeline.report.pictures.worst import list_worst_images
+from pipeline.settings.base import Tolerance
 from tests.fakes.judging import build_runs, compare_release, list_said, render_report
 from tests.fakes.synthetic_images import NUM_CASES, Look, make_image_product, write_image_tree
 
@@ -302,6 +303,18 @@ def test_the_report_shows_the_floor_beside_the_candidates(build: Path) -> None:
     assert f"| shots | `fine` | 1.0000 | 1.0000 |  | {NUM_CASES} of {NUM_CASES} |" in report
     (row,) = [line for line in report.splitlines() if line.startswith("| shots | `changed` |")]
     assert "| shot-7 | 0 of " in row
+
+
+@pytest.mark.parametrize("tier", ["critical", "advisory"])
+def test_a_tolerance_that_lets_pictures_of_another_seed_pass_is_refused(build: Path, tier: str) -> None:
+    """Of an advisory one nobody asks anything."""
+    product = make_product(tolerance=0.3)
+    product.gate.tolerances[METRIC] = Tolerance(overall=0.3, tier=tier)
+    judge_with_floor(build, {"shot-1": 0.8, "shot-2": 0.7})
+    fine = next(v for v in compare_release(product, build).judgement.verdicts if v.candidate == "fine")
+    said = [text for text in list_said(fine) if "expected a tolerance below 0.25, got 0.3" in text]
+    assert (fine.outcome, len(said)) == (("refused", 1) if tier == "critical" else ("pass", 0))
+    assert judge(build, 0.24)["fine"].outcome == "pass"
 
 
 def test_a_report_without_likeness_has_no_table_of_it(build: Path) -> None:

@@ -5,7 +5,9 @@ The reference is as alike to itself as can be: 1, by definition. So is a candida
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
@@ -17,6 +19,7 @@ from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.kept_outputs import name_picture
 from pipeline.records.likeness import Likeness, PictureLikeness
 from pipeline.records.record_files import read_record
+from pipeline.settings.base import Tolerance
 
 FOLDER = "benchmarks"  # what the stage of that name writes
 
@@ -48,6 +51,9 @@ def add_likeness(findings: CandidateFindings, reference: Evidence, product: Imag
                 f"likeness of {name}: {likeness.refusal or f'{path} is of {likeness.name!r}; run `dvc repro`'}"
             )
         _score_candidate(findings.evidence, reference, likeness, path)
+        for eval_name in findings.evidence.records:
+            tolerance = product.gate.tolerances.get(f"{eval_name}/{LIKENESS.name}", Tolerance())
+            _check_floor(read_floor(reference, eval_name), tolerance, where=f"{eval_name}/{LIKENESS.name}")
     except EvidenceError as error:
         findings.refusals.append(str(error))
 
@@ -82,6 +88,18 @@ def _match(rows: dict[str, PictureLikeness], table: CaseTable, reference: CaseTa
             )
         scores.append(row.ssim)
     return scores
+
+
+def _check_floor(floor: Mapping[str, float], tolerance: Tolerance, *, where: str) -> None:
+    """Refuse a tolerance that would let through pictures which have only the prompt in common with the reference's."""
+    if not floor or tolerance.overall is None or tolerance.tier == "advisory":
+        return
+    lost = 1 - fmean(floor.values())
+    if tolerance.overall >= lost:
+        raise EvidenceError(
+            f"{where}: expected a tolerance below {lost:.4g}, got {tolerance.overall:g}: the reference itself loses "
+            f"{lost:.4g} by another seed, so other pictures would pass; lower it, or set `tier: advisory`"
+        )
 
 
 def read_floor(reference: Evidence, eval_name: str) -> dict[str, float]:
