@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import stats
 
 from pipeline.evalsets.cases import PromptCase
 from pipeline.gate.compare import ReleaseComparison
@@ -129,6 +131,34 @@ def test_a_loss_is_that_of_the_ssim_and_is_judged_on_both_sides_of_the_tolerance
     assert find_comparison(within).harm == pytest.approx(loss, abs=1e-6)
     assert (find_comparison(within).outcome, within.outcome) == ("pass", "pass")
     assert (find_comparison(beyond).outcome, beyond.outcome) == ("fail", "fail"), "less alike is worse"
+
+
+@pytest.mark.parametrize(
+    ("share", "outcome"), [(1.1, "pass"), (0.5, "inconclusive"), (-0.1, "fail")]
+)  # of the way from the mean loss to its bound
+def test_it_is_judged_by_the_rules_of_every_mean(build: Path, share: float, outcome: str) -> None:
+    """The pictures' SSIM to the float32 decode is judged alike where it has the same values: nothing is made up."""
+    measure_likeness(make_product(), build)
+    folder, ssim = build / "evaluations/changed", read_ssim(build, "changed")
+    seal(
+        folder,
+        [
+            record.model_copy(update={"scores": record.scores | {"ssim": ssim[record.case_id]}})
+            for record in read_cases(folder / "shots.jsonl")
+        ],
+    )
+    seen = find_comparison(judge(build)["changed"])
+    product = make_product(tolerance := seen.harm + share * (seen.high - seen.harm))
+    product.gate.tolerances["shots/decode_ssim"] = Tolerance(overall=tolerance)
+    comparisons = {
+        c.metric: c for c in compare_release(product, build).judgement.verdicts[0].comparisons if c.bucket is None
+    }
+    likeness, decode = (comparisons[name].model_dump(exclude={"metric"}) for name in (METRIC, "shots/decode_ssim"))
+    assert likeness == decode and likeness["outcome"] == outcome
+    losses = 1 - np.array(list(ssim.values()))
+    error = float(losses.std(ddof=1)) / math.sqrt(NUM_CASES)
+    students = float(losses.mean()) + float(stats.t.ppf(0.95, NUM_CASES - 1)) * error
+    assert seen.high >= students, "one picture that lost much moves the bound outwards"
 
 
 def test_without_a_tolerance_it_is_shown_and_decides_nothing(build: Path) -> None:
