@@ -68,7 +68,7 @@ class Kind(Protocol[P]):
         """Evaluate a candidate, and write `build/evaluations/<name>/`."""
 
     def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
-        """Time candidates beside the reference under `build/benchmarks/`; return a line on each."""
+        """Time or compare candidates beside the reference under `build/benchmarks/`; return a line on each."""
 
     def get_auditor(self) -> Auditor[P]:
         """Return what the gate asks of this kind beside the scores."""

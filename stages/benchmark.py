@@ -1,4 +1,7 @@
-"""Time candidates of one product beside its reference: `python -m stages.benchmark PRODUCT`. Judges nothing."""
+"""Measure what needs a candidate and the reference side by side: `python -m stages.benchmark PRODUCT`. Judges nothing.
+
+Speed of endpoints that stand side by side, or how alike the pictures of both are: a kind says what it measures here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ OUTPUT = "benchmarks"
 
 
 def main(argv: list[str]) -> int:
-    """Time what the product named on the command line asks for; its folder is there whatever that is."""
+    """Measure what the kind of the product named on the command line asks for; its folder is there whatever that is."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     (product.build / OUTPUT).mkdir(parents=True, exist_ok=True)
     for line in KINDS[product.kind].benchmark(product, root=Path(), build=product.build):

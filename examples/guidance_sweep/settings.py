@@ -12,6 +12,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from pipeline.errors import SettingsError, describe_problem
+from pipeline.products.images.metrics import LIKENESS
 from pipeline.products.images.settings import Guidance, GuidanceStep, ImageCandidateSettings, ImagesEval, ImagesProduct
 
 SATURATION, SIMILARITY = "saturated_pixel_fraction", "clip_similarity"  # metrics that a sweep is about
@@ -52,7 +53,8 @@ def make_sweep_product(
 ) -> ImagesProduct:
     """Return the product that a sweep renders and judges: the reference, and each setting that is not its own.
 
-    Every setting is judged as if it were released alone: a release of all of them is nobody's decision.
+    Likeness to the reference's pictures is not asked: another guidance draws others on purpose. Every setting is judged
+    as if it were released alone: a release of all of them is nobody's decision.
 
     Args:
         product: settings.
@@ -67,7 +69,8 @@ def make_sweep_product(
     steps = {name_setting(step): [step] for step in settings if step != guidance}
     if not steps:
         raise SettingsError("sweep: expected a setting beside the reference's own guidance, found none; name more")
-    tolerances = {m: t for m, t in product.gate.tolerances.items() if m.startswith(f"{eval_name}/")}
+    left_out = f"{eval_name}/{LIKENESS.name}"
+    tolerances = {m: t for m, t in product.gate.tolerances.items() if m.startswith(f"{eval_name}/") and m != left_out}
     if not tolerances:
         raise SettingsError(
             f"{product.locate('gate')}.tolerances: expected one for eval {eval_name!r}, found none; add one"

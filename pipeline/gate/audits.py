@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.settings.base import Product
@@ -48,7 +48,13 @@ class CandidateFindings:
 
 
 class Auditor(Protocol[A]):
-    """What a kind of product knows of its candidates beside their scores; a kind derives from it."""
+    """What a kind of product knows of its candidates beside their scores; a kind derives from it.
+
+    Attributes:
+        pair_scores: scores that a candidate has beside the reference only, and that older releases lack.
+    """
+
+    pair_scores: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def read_candidate(self, build: Path, name: str, product: A) -> Any:
@@ -65,6 +71,10 @@ class Auditor(Protocol[A]):
         Raises:
             EvidenceError: they are others than those that were judged.
         """
+
+    def add_scores(self, findings: CandidateFindings, reference: Evidence, product: A, build: Path) -> None:
+        """Add `pair_scores` to the records of one side, before any metric is computed from them."""
+        return
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: A) -> None:
         """Add what one candidate's records say beside its scores: refusals, failures, notes."""

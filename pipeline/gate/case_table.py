@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.case_rows import change_row
 from pipeline.records.evaluations import CaseRecord
 
 Floats = NDArray[np.float64]
@@ -133,6 +134,19 @@ class CaseTable(Sequence[CaseRecord]):
             is_pinned=self._pinned is not None,
         )
 
+    def with_score(self, key: str, values: Sequence[float]) -> CaseTable:
+        """Return the table with one more score in every record.
+
+        Args:
+            key: of the score.
+            values: one a record, in their order.
+        """
+        return CaseTable(
+            lambda: [_add_score(record, key, values[i]) for i, record in enumerate(self)],
+            pick=lambda i: _add_score(self[i], key, values[i]),
+            is_pinned=self._pinned is not None,
+        )
+
     @property
     def digests(self) -> list[str]:
         """What each case asks."""
@@ -174,6 +188,10 @@ class CaseTable(Sequence[CaseRecord]):
                     )
             self._scores[key] = np.array([record.scores[key] for record in records], dtype=np.float64)
         return self._scores[key]
+
+
+def _add_score(record: CaseRecord, key: str, value: float) -> CaseRecord:
+    return change_row(record, scores=record.scores | {key: value})
 
 
 @lru_cache(maxsize=64)  # candidates have the same clusters

@@ -7,7 +7,7 @@ raises, so that one broken candidate does not hide the verdicts on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -27,6 +27,7 @@ from pipeline.gate.verdicts import (
     is_blocking,
 )
 from pipeline.gate.wording import use_metrics
+from pipeline.records.evaluations import CaseRecord
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
     Certificate,
@@ -36,6 +37,7 @@ from pipeline.records.verdicts import (
     Verdict,
 )
 from pipeline.settings.base import Eval, Product, Tolerance
+from pipeline.settings.metrics import MetricDefinition
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def compare_release(product: P, kind: Auditor[P], build: Path) -> ReleaseCompari
 def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
     policy = build_policy(product)
     reference = _load(build, product.reference, product, kind, is_pinned=True)
-    _describe(reference, product)
+    if reference.evidence is not None:
+        kind.add_scores(reference, reference.evidence, product, build)
+    _describe(reference, product, kind)
     findings = {
         name: _measure_candidate(_load(build, name, product, kind), reference, product, kind, build)
         for name in product.candidates
@@ -101,31 +105,42 @@ def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bo
     return findings
 
 
-def _describe(findings: CandidateFindings, product: Product) -> None:
+def _describe(findings: CandidateFindings, product: P, kind: Auditor[P]) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
     if findings.evidence is None:
         return
     for eval_name, records in findings.evidence.records.items():
         clusters = CaseTable.of(records).clusters
-        for definition in product.evals[eval_name].metrics:
-            if definition.is_gated:
-                try:
-                    findings.metrics += estimate_metrics(
-                        records,
-                        definition,
-                        clusters,
-                        eval_name=eval_name,
-                        table=findings.evidence.tables.get(eval_name),
-                    )
-                except EvidenceError as error:
-                    findings.refusals.append(str(error))
+        for definition in _list_measured(product.evals[eval_name], kind, records):
+            try:
+                findings.metrics += estimate_metrics(
+                    records,
+                    definition,
+                    clusters,
+                    eval_name=eval_name,
+                    table=findings.evidence.tables.get(eval_name),
+                )
+            except EvidenceError as error:
+                findings.refusals.append(str(error))
+
+
+def _list_measured(settings: Eval, kind: Auditor[P], *sides: Sequence[CaseRecord]) -> list[MetricDefinition]:
+    """List the metrics that can be gated, less those of pairs that a side lacks: whoever adds their scores says why."""
+    return [
+        definition
+        for definition in settings.metrics
+        if definition.is_gated
+        and (definition.score not in kind.pair_scores or all(definition.score in side[0].scores for side in sides))
+    ]
 
 
 def _measure_candidate(
     findings: CandidateFindings, reference: CandidateFindings, product: P, kind: Auditor[P], build: Path
 ) -> CandidateFindings:
     findings.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
-    _describe(findings, product)
+    if findings.evidence is not None and reference.evidence is not None:
+        kind.add_scores(findings, reference.evidence, product, build)
+    _describe(findings, product, kind)
     if findings.evidence is None or reference.evidence is None:
         return findings
     for eval_name in product.evals:
@@ -135,7 +150,7 @@ def _measure_candidate(
             except EvidenceError as error:
                 findings.refusals.append(str(error))
                 continue
-            _measure_eval(findings, eval_name, product)
+            _measure_eval(findings, eval_name, product, kind)
             kind.audit_eval(findings, findings.evidence, reference.evidence, eval_name, product)
     try:
         check_same_hardware(reference.evidence.evaluation, findings.evidence.evaluation)
@@ -146,11 +161,9 @@ def _measure_candidate(
     return findings
 
 
-def _measure_eval(findings: CandidateFindings, eval_name: str, product: Product) -> None:
+def _measure_eval(findings: CandidateFindings, eval_name: str, product: P, kind: Auditor[P]) -> None:
     pairs, alpha = findings.pairs[eval_name], product.gate.alpha
-    for definition in product.evals[eval_name].metrics:
-        if not definition.is_gated:
-            continue
+    for definition in _list_measured(product.evals[eval_name], kind, pairs.reference, pairs.candidate):
         tolerance = product.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
         asked: dict[str | None, float | None] = {None: tolerance.overall}
         for name in [*list_pair_buckets(pairs, definition), *tolerance.buckets]:

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.products import find_eval_kind
-from pipeline.records.digests import digest_file, digest_text
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, EvalFile, Evaluation, read_cases
 from pipeline.records.files import check_size, write_text
+from pipeline.records.kept_outputs import shorten_line
 from pipeline.records.record_files import read_record, write_cases, write_record
 
 PACKED = ".gz"
-_LINE_DIGEST_CHARS = 12  # enough to tell two lines of one case apart
 _RECORDS = ("candidates", "evaluations", "benchmarks")  # folders of build/
 
 
@@ -136,7 +136,7 @@ def _strip(record: CaseRecord) -> CaseRecord:
 def _strip_line(line: str) -> str:
     if line.endswith(OUTGROWN):
         return OUTGROWN
-    return digest_text(line)[:_LINE_DIGEST_CHARS] if line.strip() else line
+    return shorten_line(line) if line.strip() else line
 
 
 def _copy(build: Path, folder: Path, name: Path) -> None:

@@ -142,7 +142,9 @@ class Trial:
         self.run("evaluate", self.name)
 
     def compare(self) -> None:
-        """Judge the candidate."""
+        """Judge the candidate; where a kind has nothing to time, its stage `benchmark` compares pictures before."""
+        if "benchmark" not in self.section:
+            self.run("benchmark", self.product)
         self.run("compare", self.product)
 
     def read_verdict(self) -> Verdict:

@@ -143,6 +143,16 @@ def test_the_references_own_guidance_is_rendered_once() -> None:
         make_sweep(list_settings([5], [0], [None], [1]))
 
 
+def test_likeness_is_not_asked_of_another_guidance() -> None:
+    """Each setting would be refused: nothing of a sweep is compared with the reference's pictures."""
+    gate = make_track().gate.model_dump(mode="json")
+    gate["tolerances"] |= {"shots/reference_ssim": {"overall": 0.03}}
+    product = make_sweep_product(
+        make_track(**gate), list_settings([9], [0], [None], [1]), eval_name="shots", evalset="evalsets/shots"
+    )
+    assert set(product.gate.tolerances) == {"shots/saturated_pixel_fraction", "shots/clip_similarity"}
+
+
 def test_pareto_set_is_what_nothing_beats() -> None:
     saturated = np.array([0.01, 0.02, 0.02, 0.03, 0.01, 0.005])
     similar = np.array([0.90, 0.95, 0.94, 0.95, 0.90, 0.20])

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 from filelock import FileLock
 
 from pipeline.errors import EngineError, JournalError, QuantgateError
+from pipeline.products import KINDS
 from pipeline.products.images.candidate import build_image_candidate
 from pipeline.products.images.evaluate import evaluate_images
 from pipeline.products.images.folders import find_weights, iterate_weights, open_pipeline
@@ -304,6 +306,33 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     resumed = json.loads((build / "evaluations/shots/shots.json").read_text())
     assert resumed["decoder"] == whole["decoder"] and resumed["std_ratio_by_step"] == whole["std_ratio_by_step"]
     assert resumed["step_ms_per_image"] > 0
+    assert resumed["other_seed_ssim"] == whole["other_seed_ssim"] and len(whole["other_seed_ssim"]) == NUM_PROMPTS
+
+
+def test_likeness_is_judged_beside_the_floor_that_the_reference_alone_draws(project: Path) -> None:
+    """Through the stages, with real pictures: rounding costs little, another guidance or seed much."""
+    candidates = {
+        "shots": SHOTS,
+        "half-unet": SHOTS | {"steps": CANDIDATES["half-unet"][1]},
+        "stronger": SHOTS | {"steps": [{"kind": "guidance", "scale": 12}]},
+    }
+    product, build = make_product([], release=["stronger"], candidates=candidates), project / "build"
+    (build / "benchmarks").mkdir(parents=True, exist_ok=True)
+    for name in product.candidates:
+        run(project, product, name)
+    KINDS["images"].benchmark(product, root=project, build=build)
+    notes = {n: json.loads((build / f"evaluations/{n}/shots.json").read_text()) for n in product.candidates}
+    assert [name for name in notes if "other_seed_ssim" in notes[name]] == ["shots"]
+    compared = compare_release(product, build)
+    values = {
+        v.candidate: next(c for c in v.comparisons if (c.metric, c.bucket) == ("shots/reference_ssim", None)).candidate
+        for v in compared.judgement.verdicts
+    }
+    floor = statistics.fmean(notes["shots"]["other_seed_ssim"].values())
+    assert 1 > values["half-unet"] > max(values["stronger"], floor) and 0 < floor < 1
+    drawn = {path.stem for path in (build / "evaluations/shots/shots").iterdir()}
+    assert len(drawn) == NUM_PROMPTS, "a picture of another seed is no case"
+    assert "the floor: `shots` with another seed" in render_report(compared)
 
 
 def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on(
@@ -314,10 +343,10 @@ def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on
 
     from pipeline.products.images import batches, workers
 
-    product, build = make_product(["shots", "guided"]), project / "build"
-    build_image_candidate("shots", product, root=project, build=build)
-    candidate = read_image_candidate(build, "shots", product)
-    shutil.rmtree(build / "journal/shots", ignore_errors=True)
+    product = make_product(["shots"], release=["again"], candidates={"shots": SHOTS, "again": SHOTS})
+    build = project / "build"
+    build_image_candidate("again", product, root=project, build=build)
+    candidate = read_image_candidate(build, "again", product)
     decode, render = batches.decode_latents, batches.render
     rendered: list[int] = []  # images of each batch
 
@@ -336,7 +365,7 @@ def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on
         context.setattr(batches, "decode_latents", decode_first_batch)
         evaluate_images(candidate, product, root=project, build=build)
     said = str(caught.value)
-    assert said.startswith("shots: a batch of 4 images: out of memory: 9.00 GiB needed; ")
+    assert said.startswith("again: a batch of 4 images: out of memory: 9.00 GiB needed; ")
     assert all(help in said for help in ("serving.batch_size", "vae_tiling", "vae_precision", "are kept"))
     assert "\n" not in said and rendered == [4, 4]
     evaluate_images(candidate, product, root=project, build=build)

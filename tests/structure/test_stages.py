@@ -203,7 +203,8 @@ TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled"
         (("agent", "", "release", ["awq-long"]), lambda: _of("agent", *JUDGED)),
         # both sides are timed, and a candidate of the same weights is another one
         (("agent", "", "reference", "agent-again"), lambda: _of("agent", "benchmark", *JUDGED)),
-        (("shots", "", "reference", "shots-again"), lambda: _of("shots", "evaluate", *JUDGED)),
+        # pictures are compared with the reference's
+        (("shots", "", "reference", "shots-again"), lambda: _of("shots", "evaluate", "benchmark", *JUDGED)),
         (("people", "", "reference", "people-again"), lambda: _of("people", *JUDGED)),  # judged by the same weights
         (("agent", "benchmark", "rounds", 7), lambda: _of("agent", "benchmark", *JUDGED)),
         (("agent", "benchmark", "max_slowdown", 0.5), lambda: _of("agent", *JUDGED)),

@@ -48,7 +48,8 @@ class ImagesKind:
         optimize = {name: shared | candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
         shared = shared | {"reference": product.reference}
         traced = {name: {"trace": True} for name, candidate in product.candidates.items() if candidate.trace}
-        return Inputs(optimize, {name: shared | traced.get(name, {}) for name in product.candidates})
+        evaluate = {name: shared | traced.get(name, {}) for name in product.candidates}
+        return Inputs(optimize, evaluate, {"reference": product.reference})
 
     def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:
         """Rewrite weights, and record how the pipeline is run."""
@@ -66,8 +67,10 @@ class ImagesKind:
         evaluate_images(read_image_candidate(build, name, product), product, root=root, build=build)
 
     def benchmark(self, product: ImagesProduct, *, root: Path, build: Path) -> list[str]:
-        """Time nothing: evaluating a candidate does."""
-        return []
+        """Compare each candidate's pictures with the reference's; evaluating a candidate times it."""
+        from pipeline.products.images.likeness import measure_likeness
+
+        return measure_likeness(product, build)
 
     def get_auditor(self) -> Auditor[ImagesProduct]:
         """Return what the gate asks beside the scores."""

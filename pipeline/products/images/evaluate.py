@@ -3,7 +3,7 @@
 All candidates get the same prompts and seeds, so every comparison is paired. Finished batches are journaled with
 their pixels and notes: a killed run renders none of them twice, and the next one knows as much. The folder holds
 records as of any other eval, the images as PNG, and a file of notes: the range of every decoder module, time, memory,
-what guidance did at each step.
+what guidance did at each step, and of the reference the floor of likeness (`other_seeds.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from PIL import Image
 
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
+from pipeline.products.images.other_seeds import Drawn, choose_other_seeds, measure_floor
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
 from pipeline.products.images.workers import (
     RenderSetup,
@@ -73,7 +74,8 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
             with start_renderers(setup, product.resources.num_workers) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
-                    _run_eval(name, evalset, candidate, pool, journal, working.path)
+                    again = choose_other_seeds(evalset.cases) if candidate.name == product.reference else []
+                    _run_eval(name, evalset, again, candidate, pool, journal, working.path)
                 if product.candidates[candidate.name].trace and not files:  # one trace, whatever the evals
                     batch, category = next(_batch(evalset.cases, candidate))
                     with tolerate_failure(candidate.name):
@@ -84,31 +86,59 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
 
 
 def _run_eval(
-    name: str, evalset: Evalset, candidate: ImageCandidate, pool: ProcessPoolExecutor, journal: Journal, folder: Path
+    name: str,
+    evalset: Evalset,
+    again: Sequence[PromptCase],
+    candidate: ImageCandidate,
+    pool: ProcessPoolExecutor,
+    journal: Journal,
+    folder: Path,
 ) -> None:
-    """Render what the journal does not hold, and write the eval's records, images and notes to a folder."""
+    """Render what the journal does not hold, and write the eval's records, images and notes to a folder.
+
+    Args:
+        name: of the eval.
+        evalset: its prompts.
+        again: cases of it with other seeds, which are drawn for the floor of likeness and get no record.
+        candidate: what renders.
+        pool: its processes.
+        journal: of what is done.
+        folder: where to write.
+    """
     start = time.monotonic()
     # rounding depends on who shares a batch: the same ones do after a kill
     batches = list(_batch(evalset.cases, candidate))
     left = [
-        (batch, category) for batch, category in batches if any(journal.find(case.digest) is None for case in batch)
+        (batch, category)
+        for batch, category in [*batches, *_batch(again, candidate)]
+        if any(journal.find(case.digest) is None for case in batch)
     ]
     _render(name, left, pool, journal)
     records = []
     (folder / name).mkdir()
     for case in evalset.cases:
-        record, picture = journal.find(case.digest) or (None, None)
-        assert record is not None and picture is not None
+        record, picture = _find_drawn(journal, case)
         records.append(record)
-        (folder / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+        (folder / name / f"{record.case_id}.png").write_bytes(picture)
     write_cases(folder / f"{name}.jsonl", records)
     noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
     notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(measure_decode_mib, candidate.serving.batch_size).result(), 2)
     }
+    if again:
+        by_id = {case.id: case for case in evalset.cases}
+        pairs = [(_find_drawn(journal, by_id[case.id]), _find_drawn(journal, case)) for case in again]
+        notes["other_seed_ssim"] = measure_floor(pairs)
     write_text(folder / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
     print(f"  {name}: n={len(records)}, {sound:.0f} sound, {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+
+def _find_drawn(journal: Journal, case: PromptCase) -> Drawn:
+    """Return the record and the PNG of a case that was drawn."""
+    record, picture = journal.find(case.digest) or (None, None)
+    assert record is not None and picture is not None
+    return record, base64.b64decode(picture)
 
 
 def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[tuple[list[PromptCase], str | None]]:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipeline.errors import CheckpointError
 from pipeline.numerics.activation_watch import ModuleRange
@@ -134,6 +136,24 @@ def score_images(
 def blank(batch: torch.Tensor, unusable: torch.Tensor, value: float = 0.0) -> torch.Tensor:
     """Return a batch (n, channels, height, width) with another value all over its samples that are unusable, (n,)."""
     return batch.masked_fill(unusable[:, None, None, None], value)
+
+
+def compare_pictures(ours: NDArray[np.uint8], theirs: NDArray[np.uint8]) -> float:
+    """Return how alike two pictures are that were drawn apart: their SSIM, and 0 where it is less than that.
+
+    Args:
+        ours: (height, width, 3).
+        theirs: of the same size.
+
+    Returns:
+        A number in [0, 1], 1 for equal pixels.
+
+    Raises:
+        NumericsError: sizes differ, or are smaller than the window of the SSIM.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.tensor(side, device=device).permute(2, 0, 1)[None] / 255 for side in (ours, theirs))
+    return float(structural_similarity(a, b).clamp(0, 1))
 
 
 def to_bytes(raw: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from pipeline.settings.base import Eval
 
 _NUM_WORST = 3  # of a candidate
 _SOUND = ("sound", "finite")  # scores of an image that is one at all
+_LIKENESS = "reference_ssim"  # score of an image that was compared with the reference's
 _DPI = 110
 
 
@@ -78,8 +79,9 @@ def _draw_worst(
 def list_worst_images(pairs: Mapping[str, PairedCases], evals: Mapping[str, Eval]) -> list[tuple[str, int]]:
     """Return (eval, position) of all images of a candidate, the worst first.
 
-    Those that became unsound, then those that lost most of any metric in units of its spread over the cases. Other
-    rates count through what they are rates of: an image that saturates a little beyond a limit is not the worst.
+    Those that became unsound, then those least alike to the reference's. Where that was not measured, those that lost
+    most of any metric in units of its spread over the cases. Other rates count through what they are rates of: an
+    image that saturates a little beyond a limit is not the worst.
 
     Args:
         pairs: by eval.
@@ -98,5 +100,7 @@ def list_worst_images(pairs: Mapping[str, PairedCases], evals: Mapping[str, Eval
                 unsound = harm
             elif definition.estimator != "proportion":
                 losses = np.maximum(losses, harm / (harm.std() or 1.0))
+        if all(_LIKENESS in record.scores for record in paired.candidate):
+            losses = np.array([1 - record.scores[_LIKENESS] for record in paired.candidate])
         ranked += [(-unsound[i], -losses[i], eval_name, i) for i in range(len(losses))]
     return [(eval_name, i) for _, _, eval_name, i in sorted(ranked)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.products.images.findings.decoder import explain_unsound
+from pipeline.products.images.findings.likeness import add_likeness
+from pipeline.products.images.metrics import LIKENESS_SCORE
 from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate
@@ -17,6 +20,8 @@ from pipeline.records.reasons import ReasonKind
 class ImagesAuditor(Auditor[ImagesProduct]):
     """What the gate asks of kind `images`."""
 
+    pair_scores: ClassVar[tuple[str, ...]] = (LIKENESS_SCORE,)
+
     def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
         """Read what was built of a candidate, and how it is run."""
         return read_image_candidate(build, name, product)
@@ -24,6 +29,10 @@ class ImagesAuditor(Auditor[ImagesProduct]):
     def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
         """Check the checkpoint, which holds all."""
         check_checkpoint(candidate, product, root)
+
+    def add_scores(self, findings: CandidateFindings, reference: Evidence, product: ImagesProduct, build: Path) -> None:
+        """Add how alike each picture is to the reference's."""
+        add_likeness(findings, reference, product, build)
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: ImagesProduct) -> None:
         """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""

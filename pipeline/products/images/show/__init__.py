@@ -10,6 +10,7 @@ from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.show.costs import COSTS_LEGEND, tabulate_costs
 from pipeline.products.images.show.guidance import explain_guidance, list_guided, plot_guidance
 from pipeline.products.images.show.headroom import plot_headroom
+from pipeline.products.images.show.likeness import build_likeness_blocks
 from pipeline.products.images.show.rendering import build_rendering_blocks, describe_files
 from pipeline.products.images.show.runs import PICTURES, read_costs
 from pipeline.records.verdicts import Verdict
@@ -49,10 +50,11 @@ class ImagesPresenter(Presenter[ImagesProduct]):
         return _WORST, _GUIDANCE, _HEADROOM
 
     def build_overview(self, compared: ReleaseComparison) -> list[Block]:
-        """Return the table of costs and the pictures, guidance where a candidate guides otherwise."""
+        """Return the tables of costs and likeness and the pictures, guidance where a candidate guides otherwise."""
         evidence = {name: findings.evidence for name, findings in compared.findings.items()}
         guided = list_guided(evidence, compared.judgement.policy.reference)
-        costs: list[Block] = [Table(tabulate_costs(compared)), COSTS_LEGEND, _WORST, _HEADROOM]
+        likeness = build_likeness_blocks(compared)
+        costs: list[Block] = [Table(tabulate_costs(compared)), COSTS_LEGEND, *likeness, _WORST, _HEADROOM]
         return costs + ([_GUIDANCE, explain_guidance(guided)] if guided else [])
 
     def build_candidate(

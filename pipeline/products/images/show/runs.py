@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.case_table import CaseTable
 from pipeline.products.images.findings.decoder import headroom
+from pipeline.products.images.findings.likeness import locate_likeness
+from pipeline.products.images.metrics import LIKENESS_SCORE
 from pipeline.products.images.show.headroom import (
     AMPLE,
     LEAST_BITS,
@@ -18,12 +21,23 @@ from pipeline.products.images.show.headroom import (
     SCARCE_BITS,
     list_scarcest,
 )
-from pipeline.report.mlflow_runs.picture_contents import Case, PictureRules, Sides, show_difference, show_image
+from pipeline.records.likeness import Likeness
+from pipeline.records.record_files import read_record
+from pipeline.report.mlflow_runs.picture_contents import (
+    Case,
+    Folders,
+    Pairs,
+    PictureRules,
+    Sides,
+    show_difference,
+    show_image,
+)
 from pipeline.report.mlflow_runs.picture_view import SECTION
 from pipeline.report.mlflow_runs.predictions import Scored
 from pipeline.report.pictures.images import DIFFERENCE_GAIN
 from pipeline.report.pictures.shown import Shown, digest_shown, render_figure
 from pipeline.report.pictures.worst import list_worst_images
+from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,9 +76,26 @@ def _list_own(sides: Sides, worst: Case | None) -> list[Shown]:
     ]
 
 
+def _rank(pairs: Pairs, evals: Mapping[str, Eval], folders: Folders) -> list[tuple[str, int]]:
+    """Rank by likeness where it was measured, as the report does: these records do not hold it."""
+    build, name = folders[1].parents[1], folders[1].name
+    try:
+        rows = read_record(locate_likeness(build, name), Likeness).evals
+    except EvidenceError:  # a release from before it
+        rows = {}
+    scored = {}
+    for eval_name, paired in pairs.items():
+        known = {row.case_id: row.ssim for row in rows.get(eval_name, ())}
+        candidate = CaseTable.of(paired.candidate)
+        if all(record.case_id in known for record in candidate):
+            candidate = candidate.with_score(LIKENESS_SCORE, [known[record.case_id] for record in candidate])
+        scored[eval_name] = replace(paired, candidate=candidate)
+    return list_worst_images(scored, evals)
+
+
 PICTURES = PictureRules(
     alike="pixels",
-    rank=lambda pairs, evals, folders: list_worst_images(pairs, evals),
+    rank=_rank,
     show_case=show_image,
     list_own=_list_own,
 )
