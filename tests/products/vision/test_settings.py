@@ -108,7 +108,7 @@ AT = "candidates.mine.steps"
         pytest.param(steps(HALF, HALF), f"{AT}.1: precision is there twice; remove one", id="twice"),
         pytest.param(
             steps({"kind": "gptq"}),
-            f"{AT}.0: expected one of the kinds 'precision', 'conv_policy', "
+            f"{AT}.0: expected one of the kinds 'precision', 'quantize', 'conv_policy', "
             "'channels_last', 'compile', 'tiling', got 'gptq'",
             id="unknown-step",
         ),

@@ -1,0 +1,96 @@
+"""Prove what a quantised network's folder holds, by reading it back: layers, scales, and each weight's error.
+
+A wrong scale, a layer that stayed float, or rounding by anything but the nearest step is refused before anything is
+evaluated. Not covered: a scale of an input that is too small, which clips. Evaluating it shows that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import CheckpointError
+from pipeline.products.vision.int8_conv import INPUT_SCALE, INPUT_ZERO_POINT, MAX_INPUT, SCALE, list_stored
+from pipeline.products.vision.quantize import InputRange
+from pipeline.records.evaluations import LayerCoverage
+from pipeline.running.weight_files import TensorInfo, open_weights, read_tensors
+
+# the share by which float32's own rounding may exceed a bound
+_SLACK = 1e-3
+_FORMATS = {"I8": "int8", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def check_quantized(folder: Path, source: Path, ranges: Mapping[str, InputRange], layers: list[str]) -> None:
+    """Refuse a folder that is not its source, quantised as it was asked.
+
+    Args:
+        folder: what was written.
+        source: the network's float weights.
+        ranges: of each layer that was asked for, as calibration saw its input.
+        layers: all convolutions of the network.
+
+    Raises:
+        CheckpointError: names the layer, what was expected and what is there.
+    """
+    stored = list_stored({name: info.dtype for name, info in read_tensors(folder).items()})
+    for name in layers:
+        if (name in ranges) != (name in stored):
+            asked, came = ("INT8", "float") if name in ranges else ("float", "INT8")
+            raise CheckpointError(f"{folder}: {name}: expected {asked} weights, as was asked, found {came} ones")
+    with open_weights(folder) as read, open_weights(source) as read_float:
+        for name, given in ranges.items():
+            where = f"{folder}: {name}"
+            _check_input(where, read(f"{name}.{INPUT_SCALE}"), read(f"{name}.{INPUT_ZERO_POINT}"), given)
+            _check_weight(where, read(f"{name}.weight"), read(f"{name}.{SCALE}"), read_float(f"{name}.weight").float())
+
+
+def _check_input(where: str, scale: torch.Tensor, zero_point: torch.Tensor, given: InputRange) -> None:
+    value, point = scale.item(), zero_point.item()
+    # a range without width has a scale of its own
+    widest = max((given.high - given.low) / MAX_INPUT, torch.finfo(torch.float32).eps) * (1 + _SLACK)
+    if not (math.isfinite(value) and 0 < value <= widest):
+        raise CheckpointError(
+            f"{where}: {INPUT_SCALE}: expected a step up to {widest:.4g}, as calibration saw "
+            f"{given.low:.4g} to {given.high:.4g}, got {value:.4g}"
+        )
+    if not 0 <= point <= MAX_INPUT:
+        raise CheckpointError(f"{where}: {INPUT_ZERO_POINT}: expected 0 to {MAX_INPUT}, got {point}")
+
+
+def _check_weight(where: str, weight: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) -> None:
+    if weight.shape != exact.shape or scale.shape != exact.shape[:1]:
+        raise CheckpointError(
+            f"{where}: expected weights of shape {tuple(exact.shape)} and a scale for each of {len(exact)} channels, "
+            f"got {tuple(weight.shape)} and {tuple(scale.shape)}"
+        )
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError(f"{where}: {SCALE}: expected finite positive scales, got others")
+    steps = scale.double()[:, None, None, None]
+    errors = ((weight.double() * steps - exact.double()).abs() / steps).flatten(1).amax(1)
+    worst = int(errors.argmax())
+    if errors[worst] > 0.5 + _SLACK:
+        raise CheckpointError(
+            f"{where}: expected each weight within half a step of its float value, channel {worst} has one "
+            f"{errors[worst]:.2f} steps away: its scale is wrong, or it was rounded otherwise"
+        )
+
+
+def read_coverage(folder: Path, ranges: Mapping[str, InputRange], layers: list[str]) -> tuple[LayerCoverage, ...]:
+    """Return the format in which each convolution is stored, by the headers of what was written."""
+    tensors = read_tensors(folder)
+    return tuple(
+        LayerCoverage(
+            layer=name,
+            format=_FORMATS.get(dtype := tensors[f"{name}.weight"].dtype, dtype),
+            num_bytes=_count_bytes(tensors, name),
+            asked=name in ranges,
+        )
+        for name in layers
+    )
+
+
+def _count_bytes(tensors: Mapping[str, TensorInfo], layer: str) -> int:
+    return sum(info.num_bytes for name, info in tensors.items() if name.rpartition(".")[0] == layer)
