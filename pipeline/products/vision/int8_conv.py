@@ -20,6 +20,7 @@ float32. Not covered: INT8 between layers, transposed, 1d and 3d convolutions, a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -56,7 +57,7 @@ class Int8Conv2d(nn.Conv2d):
         self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
         self._weight_zero_points = torch.zeros(len(self.weight), dtype=torch.int32)
         self._packed = None
-        if self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if self.weight.device.type == "cpu" and has_kernel():
             self._packed = torch.ops.onednn.qconv_prepack(
                 self.weight.contiguous(), self.weight_scale, self._scale, self._zero_point, *self._geometry(), None
             )
@@ -104,6 +105,11 @@ class Int8Conv2d(nn.Conv2d):
     def _emulate(self, x: torch.Tensor) -> torch.Tensor:
         rounded = (self._round(x) - self._zero_point) * self._scale
         return F.conv2d(rounded, self.dequantize_weight(), self.bias, *self._geometry())
+
+
+def has_kernel() -> bool:
+    """Say whether this torch has an INT8 convolution for a CPU; one that was built without oneDNN has none."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qconv_prepack")
 
 
 def explain_float(conv: nn.Conv2d) -> str:
@@ -168,6 +174,7 @@ def read_kernels(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any] | 
     num_layers = sum(isinstance(part, Int8Conv2d) for part in module.modules())
     if not num_layers:
         return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler says on stderr that it starts and stops
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     counts = {event.key: event.count for event in profiler.key_averages()}

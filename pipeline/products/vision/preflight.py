@@ -103,8 +103,8 @@ def describe_slow_int8(product: VisionProduct, machine: Machine) -> list[str]:
     if {*_INT8_SETS} & {*machine.instruction_sets}:
         return []
     return [
-        f"candidates: {', '.join(names)}: this CPU has no instructions for INT8 ({', '.join(_INT8_SETS)}): expect it "
-        "to be slow, and sums that saturate on x86"
+        f"candidates: {', '.join(names)}: this CPU has no instructions for INT8 ({', '.join(_INT8_SETS)}): expect less "
+        "gain, and on x86 sums that saturate"
     ]
 
 
@@ -285,8 +285,8 @@ def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset])
         if shared := [case.id for case in evalset.cases if case.sha256 in calibrated]:
             raise SettingsError(
                 f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
-                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
-                "better than it is"
+                f"{evalset.card.name!r}, {shared[0]!r} first; what is fitted to them looks better than "
+                "it is"
             )
 
 

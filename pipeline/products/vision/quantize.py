@@ -31,7 +31,14 @@ from torch import nn
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.products.vision.conv_policy import format_miss, list_convolutions, list_others
 from pipeline.products.vision.files import CONFIG_FILE
-from pipeline.products.vision.int8_conv import INPUT_SCALE, INPUT_ZERO_POINT, MAX_INPUT, SCALE, explain_float
+from pipeline.products.vision.int8_conv import (
+    INPUT_SCALE,
+    INPUT_ZERO_POINT,
+    MAX_INPUT,
+    SCALE,
+    Int8Conv2d,
+    explain_float,
+)
 from pipeline.products.vision.loading import Network
 from pipeline.running.weight_files import WEIGHTS_FILE, iterate_weights
 
@@ -66,9 +73,11 @@ def plan_layers(module: nn.Module, exclude: Sequence[str]) -> QuantizePlan:
         exclude: names of layers that stay as they are, or shell patterns of them.
 
     Raises:
-        SettingsError: a pattern matches no convolution, or nothing is left.
+        SettingsError: a pattern matches no convolution, nothing is left, or some layer is in INT8 already.
     """
     covered, others = list_convolutions(module), list_others(module)
+    if done := next((name for name, conv in others.items() if isinstance(conv, Int8Conv2d)), None):
+        raise SettingsError(f"expected float weights to quantise, found {done!r} in INT8; name the float checkpoint")
     for i, pattern in enumerate(exclude):
         if not any(fnmatchcase(name, pattern) for name in covered):
             raise SettingsError(f"exclude.{i}: {format_miss(pattern, covered, others)}")
@@ -154,8 +163,9 @@ def _watch(watcher: _Watcher, _module: nn.Module, given: tuple[torch.Tensor, ...
 
 
 def _load_observers() -> Any:
-    # it warns of CUDA kernels that it can't load on a CPU
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    # it warns of CUDA kernels that it can't load on a CPU, and torch of how it registers its enums
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.quantization.pt2e import observer
 
     return observer

@@ -1,12 +1,12 @@
 """Prove what a quantised network's folder holds, by reading it back: layers, scales, and each weight's error.
 
-A wrong scale, a layer that stayed float, or rounding by anything but the nearest step is refused before anything is
-evaluated. Not covered: a scale of an input that is too small, which clips. Evaluating it shows that.
+A wrong scale or zero point, a layer that stayed float, rounding by anything but the nearest step, and any other tensor
+that is not its source's are refused before anything is evaluated. Not covered: an observer that chose too small a range
+for an input, which clips. Evaluating it shows that.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,29 +35,51 @@ def check_quantized(folder: Path, source: Path, ranges: Mapping[str, InputRange]
     Raises:
         CheckpointError: names the layer, what was expected and what is there.
     """
-    stored = list_stored({name: info.dtype for name, info in read_tensors(folder).items()})
+    tensors, exact = read_tensors(folder), read_tensors(source)
+    stored = list_stored({name: info.dtype for name, info in tensors.items()})
     for name in layers:
         if (name in ranges) != (name in stored):
             asked, came = ("INT8", "float") if name in ranges else ("float", "INT8")
             raise CheckpointError(f"{folder}: {name}: expected {asked} weights, as was asked, found {came} ones")
+    added = {f"{name}.{key}" for name in ranges for key in (SCALE, INPUT_SCALE, INPUT_ZERO_POINT)}
+    if wrong := sorted(tensors.keys() ^ (exact.keys() | added)):
+        raise CheckpointError(
+            f"{folder}: expected the tensors of {source} and the scales of layers in INT8, {wrong[0]!r} is "
+            f"{'one too many' if wrong[0] in tensors else 'missing'}"
+        )
     with open_weights(folder) as read, open_weights(source) as read_float:
         for name, given in ranges.items():
             where = f"{folder}: {name}"
             _check_input(where, read(f"{name}.{INPUT_SCALE}"), read(f"{name}.{INPUT_ZERO_POINT}"), given)
             _check_weight(where, read(f"{name}.weight"), read(f"{name}.{SCALE}"), read_float(f"{name}.weight").float())
+        for name in sorted(exact.keys() - {f"{layer}.weight" for layer in ranges}):
+            came, wanted = read(name), read_float(name)
+            if came.dtype != wanted.dtype or not torch.equal(came, wanted):
+                raise CheckpointError(f"{folder}: {name}: expected the tensor of {source}, found another")
 
 
 def _check_input(where: str, scale: torch.Tensor, zero_point: torch.Tensor, given: InputRange) -> None:
+    """Refuse numbers that calibration did not find, and those it found if they reach beyond what it saw."""
+    if scale.shape or zero_point.shape:
+        raise CheckpointError(f"{where}: expected one {INPUT_SCALE} and one {INPUT_ZERO_POINT}, found more")
     value, point = scale.item(), zero_point.item()
+    for key, came, found in ((INPUT_SCALE, value, given.scale), (INPUT_ZERO_POINT, point, given.zero_point)):
+        if came != found:  # NaN is refused
+            raise CheckpointError(f"{where}: {key}: expected {found:.6g}, which calibration found, got {came:.6g}")
     # a range without width has a scale of its own
-    widest = max((given.high - given.low) / MAX_INPUT, torch.finfo(torch.float32).eps) * (1 + _SLACK)
-    if not (math.isfinite(value) and 0 < value <= widest):
+    least = torch.finfo(torch.float32).eps
+    widest = max((given.high - given.low) / MAX_INPUT, least) * (1 + _SLACK)
+    if not 0 < value <= widest:
         raise CheckpointError(
             f"{where}: {INPUT_SCALE}: expected a step up to {widest:.4g}, as calibration saw "
             f"{given.low:.4g} to {given.high:.4g}, got {value:.4g}"
         )
-    if not 0 <= point <= MAX_INPUT:
-        raise CheckpointError(f"{where}: {INPUT_ZERO_POINT}: expected 0 to {MAX_INPUT}, got {point}")
+    ends, over = (-point * value, (MAX_INPUT - point) * value), max(value, MAX_INPUT * least)
+    if not (0 <= point <= MAX_INPUT and given.low - over <= ends[0] and ends[1] <= given.high + over):
+        raise CheckpointError(
+            f"{where}: {INPUT_ZERO_POINT}: expected steps within {given.low:.4g} to {given.high:.4g}, which "
+            f"calibration saw, got {ends[0]:.4g} to {ends[1]:.4g} by a zero point of {point}"
+        )
 
 
 def _check_weight(where: str, weight: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) -> None:

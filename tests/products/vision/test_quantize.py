@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from pipeline.errors import CheckpointError, NumericsError, SettingsError
+from pipeline.errors import CheckpointError, NumericsError, QuantgateError, SettingsError
 from pipeline.products.vision import int8_conv
 from pipeline.products.vision.adapters import Adapter
 from pipeline.products.vision.candidate import build_network_candidate
@@ -114,7 +115,7 @@ def damage(folder: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> N
     tensors = load_file(path)
     for name, change in changes.items():
         key = name.replace("__", ".")
-        tensors[key] = change(tensors[key].clone())
+        tensors[key] = change(tensors.get(key, torch.empty(0)).clone())
     save_file(tensors, path)
 
 
@@ -178,7 +179,7 @@ def test_the_profiler_says_which_kernels_ran(source: Path, folder: Path, monkeyp
     assert (kernels["num_layers"], kernels["num_kernel_calls"], kernels["num_float_calls"]) == (5, 5, 2)
     assert kernels["implementations"], "oneDNN names its kernels"
     assert read_kernels(load(source).module, lambda: None) is None
-    monkeypatch.setattr(int8_conv.torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(int8_conv, "has_kernel", lambda: False)
     emulated = load(folder)
     found = read_kernels(emulated.module, lambda: emulated.run(x))
     assert found is not None and (found["num_kernel_calls"], found["num_float_calls"]) == (0, 7)
@@ -193,8 +194,13 @@ def test_the_profiler_says_which_kernels_ran(source: Path, folder: Path, monkeyp
         ({"stem__weight_scale": lambda t: t * float("nan")}, "stem: weight_scale: expected finite positive scales"),
         ({"stem__weight_scale": lambda t: -t}, "stem: weight_scale: expected finite positive scales"),
         ({"stem__weight_scale": lambda t: t[:1]}, "stem: expected weights of shape"),
-        ({"head__input_scale": lambda t: 2 * t}, "head: input_scale: expected a step up to"),
-        ({"head__input_zero_point": lambda t: t - 300}, "head: input_zero_point: expected 0 to 255"),
+        ({"head__input_scale": lambda t: 2 * t}, "head: input_scale: expected .* which calibration found"),
+        ({"head__input_scale": lambda t: t / 2}, "head: input_scale: expected .* which calibration found"),
+        ({"head__input_scale": lambda t: t.repeat(2)}, "head: expected one input_scale and one input_zero_point"),
+        ({"head__input_zero_point": lambda t: t + 1}, "head: input_zero_point: expected .* which calibration found"),
+        ({"head__bias": lambda t: t + 0.1}, r"head\.bias: expected the tensor of .*, found another"),
+        ({"mirrored__weight": lambda t: t.half()}, r"mirrored\.weight: expected the tensor of .*, found another"),
+        ({"spare": lambda t: torch.zeros(1)}, "'spare' is one too many"),
         ({"wide__weight": lambda t: (t.float() * 0.9).to(torch.int8)}, "wide: expected each weight within half a step"),
         ({"wide__weight": lambda t: t.float()}, "wide: expected INT8 weights, as was asked, found float ones"),
     ],
@@ -206,6 +212,50 @@ def test_planted_defects_are_refused(
     with pytest.raises(CheckpointError, match=said) as caught:
         check(folder, source, ranges)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda given: replace(given, scale=2 * given.scale), "head: input_scale: expected a step up to"),
+        (lambda given: replace(given, scale=float("nan")), "head: input_scale: expected "),
+        (lambda given: replace(given, zero_point=given.zero_point + 10), "head: input_zero_point: expected steps "),
+        (lambda given: replace(given, zero_point=300), "head: input_zero_point: expected steps within"),
+    ],
+)
+def test_ranges_that_were_not_seen_are_refused(
+    source: Path, ranges: dict[str, InputRange], change: Callable[[InputRange], InputRange], said: str
+) -> None:
+    """Catches an observer that is asked wrongly: what is written is what it said, and that is not what was seen."""
+    wrong = ranges | {"head": change(ranges["head"])}
+    write_quantized(source.with_name("wrong"), source, wrong)
+    with pytest.raises(CheckpointError, match=said):
+        check(source.with_name("wrong"), source, wrong)
+
+
+def test_a_missing_tensor_and_a_short_file_are_one_line(
+    source: Path, folder: Path, ranges: dict[str, InputRange]
+) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["head.bias"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"'head\.bias' is missing"):
+        check(folder, source, ranges)
+    path.write_bytes(path.read_bytes()[:-7])
+    for read in (lambda: check(folder, source, ranges), lambda: load(folder)):
+        with pytest.raises(CheckpointError, match="its header promises .* bytes, the file has") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_layer_whose_input_is_all_zeros_is_no_defect(source: Path) -> None:
+    network = load(source)
+    black = [("black", torch.zeros_like(network.prepare(draw())))]
+    ranges = observe(network, ["stem"], black, observer="histogram")
+    written = source.with_name("black")
+    write_quantized(written, source, ranges)
+    check_quantized(written, source, ranges, list_all(source))
 
 
 def test_a_layer_that_should_have_stayed_float_is_refused(source: Path, folder: Path) -> None:
@@ -257,6 +307,11 @@ def test_patterns_and_networks_that_leave_nothing(source: Path) -> None:
     both = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Conv2d(1, 1, 1)})
     plan = plan_layers(both, [])
     assert plan.layers == ("c",) and dict(plan.fallbacks) == {"a": "it has two names: it stays float"}
+
+
+def test_what_is_in_int8_is_not_quantised_again(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="expected float weights to quantise, found 'stem' in INT8"):
+        plan_layers(load(folder).module, [])
 
 
 def test_inputs_that_can_not_be_calibrated_on(source: Path) -> None:
@@ -332,6 +387,12 @@ def test_too_few_pictures_are_told_before_any_work(project: Path) -> None:
         check_network(make(STEP | {"num_pictures": 7}), project)
     with pytest.raises(SettingsError, match="calibration_images: .*elsewhere"):
         check_network(make(STEP, calibration="evalsets/elsewhere"), project)
+    with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows"):
+        check_network(make(STEP, calibration="evalsets/squares"), project)
+    (project / "evalsets/calibration/cases.jsonl").write_text("")
+    with pytest.raises(QuantgateError, match="calibration/cases.jsonl: ") as caught:
+        check_network(make(STEP), project)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
