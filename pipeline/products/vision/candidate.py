@@ -127,7 +127,7 @@ def _quantize(
     try:
         plan = plan_layers(network.module, step.exclude)
         with _run_in_threads(product.serving.num_threads):
-            inputs = _read_calibration(step, product, network, where, root)
+            inputs = read_calibration(product, network, step.num_pictures, root)
             ranges = observe(network, plan.layers, inputs, observer=step.observer)
             write_quantized(folder, root / source.path, ranges)
     except (SettingsError, NumericsError) as error:
@@ -153,19 +153,24 @@ def _run_in_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _read_calibration(
-    step: QuantizeStep, product: VisionProduct, network: Network, where: str, root: Path
+def read_calibration(
+    product: VisionProduct, network: Network, num_pictures: int, root: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each calibration picture, and the module's input of it."""
+    """Yield the name of each calibration picture, and the module's input of it.
+
+    Raises:
+        SettingsError: there are fewer.
+        EvalsetError: the folder is missing or damaged.
+    """
     assert product.calibration_images is not None  # `find_network_problems` asks for it
     folder = root / product.calibration_images
     cases = load_evalset(folder).cases
-    if len(cases) < step.num_pictures:
+    if len(cases) < num_pictures:
         raise SettingsError(
             f"num_pictures: expected at most the {len(cases)} of {product.calibration_images!r}, got "
-            f"{step.num_pictures}; add pictures, or ask for fewer"
+            f"{num_pictures}; add pictures, or ask for fewer"
         )
-    for case in spread(cases, step.num_pictures):
+    for case in spread(cases, num_pictures):
         yield case.id, network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
 
 

@@ -73,6 +73,7 @@ def _describe_step(step: dict[str, Any]) -> str:
     words = []
     for key, value in step.items():
         if key not in ("kind", "rules", "serving") and value is not None and value is not False and value != []:
+            value = " ".join(value) if isinstance(value, list) else value
             words.append(key if value is True else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
     words += [f"{len(step['rules'])} rules"] if step.get("rules") else []
     return escape_markdown(f"{step['kind']} ({', '.join(words)})" if words else str(step["kind"]))
