@@ -14,7 +14,6 @@ torch.compile fuses it. Not covered: correction of biases, and equalisation of s
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -162,17 +161,9 @@ def _watch(watcher: _Watcher, _module: nn.Module, given: tuple[torch.Tensor, ...
     watcher.add(given[0])
 
 
-def _load_observers() -> Any:
-    # it warns of CUDA kernels that it can't load on a CPU, and torch of how it registers its enums
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from torchao.quantization.pt2e import observer
-
-    return observer
-
-
 def _make_observer(name: Observer) -> Any:
-    library = _load_observers()
+    from torchao.quantization.pt2e import observer as library
+
     made = {"minmax": library.MinMaxObserver, "histogram": library.HistogramObserver}[name]
     return made(dtype=torch.uint8, quant_min=0, quant_max=MAX_INPUT, qscheme=torch.per_tensor_affine)
 
@@ -202,8 +193,10 @@ def write_quantized(folder: Path, source: Path, ranges: Mapping[str, InputRange]
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 weights and the scale of each output channel, of float32 (outputs, inputs, rows, columns)."""
+    from torchao.quantization.pt2e.observer import PerChannelMinMaxObserver
+
     low, high = WEIGHT_LIMITS
-    observer = _load_observers().PerChannelMinMaxObserver(
+    observer = PerChannelMinMaxObserver(
         ch_axis=0, dtype=torch.int8, quant_min=low, quant_max=high, qscheme=torch.per_channel_symmetric
     )
     observer(weight)
