@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.records.plain_text import format_line
+from pipeline.running.quiet import silence_torchao
 
 
 def read_name(argv: list[str], what: str) -> str:
@@ -34,6 +35,7 @@ def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = F
         is_short: the stage ends within seconds. Cyclic garbage is then left to the end of the process:
             looking for it takes a quarter of the time of importing mlflow.
     """
+    silence_torchao()
     if is_short:
         gc.disable()
     try:

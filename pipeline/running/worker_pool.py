@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pipeline.errors import EngineError
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.importing import pause_collection
+from pipeline.running.quiet import silence_torchao
 
 R = TypeVar("R")
 
@@ -111,6 +112,7 @@ def choose_gpu(gpus: Sequence[int]) -> int | None:
 
 def _initialize(load: Callable[[Any], Any], order: Any, places: SimpleQueue[int]) -> None:
     _place.append(places.get())
+    silence_torchao()
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
         with pause_collection():  # what it imports takes longer than what it loads

@@ -1100,6 +1100,7 @@ def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, her
         "layers": {},
         "speed": None,
         "total": None,
+        "int8": None,
         "compile": None,
         "layout": None,
         "peak_mib": 0,

@@ -29,9 +29,13 @@ class VisionKind:
 
     def check(self, product: VisionProduct, root: Path, machine: Machine) -> list[str]:
         """Check the adapter, folders and pictures."""
-        from pipeline.products.vision.preflight import check_network, describe_slow_formats
+        from pipeline.products.vision.preflight import check_network, describe_slow_formats, describe_slow_int8
 
-        return check_network(product, root) + describe_slow_formats(product, machine)
+        return (
+            check_network(product, root)
+            + describe_slow_formats(product, machine)
+            + describe_slow_int8(product, machine)
+        )
 
     def render_costs(self, product: VisionProduct, root: Path, machine: Machine, *, build: Path) -> str:
         """Estimate nothing."""
@@ -39,11 +43,13 @@ class VisionKind:
 
     def list_inputs(self, product: VisionProduct, root: Path) -> Inputs:
         """Return the adapter, the pictures, and the reference's weights, which all candidates are judged by."""
-        from pipeline.products.vision.preflight import digest_material
+        from pipeline.products.vision.preflight import digest_calibration, digest_material
 
         material = digest_material(product, root)
+        calibration = digest_calibration(product, root)
         optimize = {
             name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
+            | (calibration if candidate.quantize else {})
             for name, candidate in product.candidates.items()
         }
         shared = material | {
@@ -54,12 +60,13 @@ class VisionKind:
         return Inputs(optimize, {name: shared | traced.get(name, {}) for name in product.candidates})
 
     def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
-        """Record how the network is run: no step rewrites weights."""
+        """Quantise its weights where that is asked for, and record how the network is run."""
         from pipeline.products.vision.candidate import build_network_candidate
+        from pipeline.products.vision.serving import describe_coverage
 
         candidate = build_network_candidate(name, product, root=root, build=build)
         steps = ", ".join(step["kind"] for step in candidate.steps) or "no steps"
-        return f"{steps}; {candidate.serving.summary}"
+        return f"{steps}; {candidate.serving.summary}{describe_coverage(candidate, product.candidates[name])}"
 
     def evaluate(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> None:
         """Run every picture and judge what comes out."""

@@ -1,33 +1,45 @@
 """Build a candidate of a network product: check its folder, resolve its steps, write the record.
 
-No step rewrites weights, so the record points at the original folder. `coverage` names each convolution's algorithm
-and arithmetic where a policy was asked for, `fallbacks` what was asked for and can't be.
+The record points at the original folder, or where weights are quantised at what was written. `coverage` names each
+convolution's number format then, and its algorithm and arithmetic where a policy was asked for, `fallbacks` what was
+asked for and can't be.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import SettingsError
+import torch
+
+from pipeline.errors import NumericsError, SettingsError
+from pipeline.evalsets.cards import load_evalset
+from pipeline.evalsets.cases import spread
+from pipeline.evalsets.pictures import read_picture
 from pipeline.products.vision.adapters import load_adapter
-from pipeline.products.vision.conv_policy import resolve_policy
+from pipeline.products.vision.conv_policy import list_convolutions, resolve_policy
 from pipeline.products.vision.files import read_network_checkpoint
 from pipeline.products.vision.loading import Network, load_network
+from pipeline.products.vision.quantize import observe, plan_layers, write_quantized
+from pipeline.products.vision.quantize_proof import check_quantized, read_coverage
 from pipeline.products.vision.serving import run_plainly, serve
 from pipeline.products.vision.settings import (
     CompileStep,
     ConvPolicyStep,
+    QuantizeStep,
     VisionProduct,
 )
-from pipeline.records.evaluations import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
+from pipeline.records.evaluations import BuiltCandidate, Checkpoint, Fallback, LayerCoverage, NetworkCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors", "pillow")  # what can change an output
+_WEIGHTS = "checkpoint"  # folder of quantised weights
 
 
 def build_network_candidate(name: str, product: VisionProduct, *, root: Path, build: Path) -> NetworkCandidate:
@@ -41,13 +53,13 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
 
     Raises:
         SettingsError: a step asks for what the network does not have.
-        CheckpointError: its folder or the adapter is missing, damaged or unsafe.
+        CheckpointError: its folder or the adapter is missing, damaged or unsafe, or quantised weights are wrong.
     """
     target = build / "candidates" / name
     working = target.with_name(f".{name}.new")
     shutil.rmtree(working, ignore_errors=True)
     try:
-        built = _build(name, product, root)
+        built = _build(name, product, root, working, target)
         write_record(working / "candidate.json", built)
         replace_folder(working, target)
     finally:
@@ -55,7 +67,7 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
     return serve(built, product)
 
 
-def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
+def _build(name: str, product: VisionProduct, root: Path, working: Path, target: Path) -> BuiltCandidate:
     settings, adapter = product.candidates[name], load_adapter(root / product.adapter)
     folder = root / settings.checkpoint
     checkpoint = read_network_checkpoint(folder, root=root, kind=product.kind)
@@ -66,8 +78,13 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
     records = []
     for i, step in enumerate(settings.steps):
         record: dict[str, Any] = {"serving": step.build_serving()}
+        where = f"candidates.{name}.steps.{i}"
+        if isinstance(step, QuantizeStep):
+            made, coverage, missed = _quantize(step, network, product, checkpoint, working / _WEIGHTS, where, root)
+            checkpoint = made.model_copy(update={"path": (target / _WEIGHTS).relative_to(root).as_posix()})
+            fallbacks += missed
         if isinstance(step, ConvPolicyStep):
-            coverage, missed = _resolve(step, network, f"candidates.{name}.steps.{i}")
+            coverage, missed = _resolve(step, network, where)
             fallbacks += missed
             record["serving"] = {
                 "conv_policy": {
@@ -85,7 +102,8 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
             )
             record["serving"] = {}
         records.append(step.model_dump(mode="json") | record)
-    versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
+    libraries = LIBRARIES + ("torchao",) * (settings.quantize is not None)
+    versions = {library: importlib.metadata.version(library) for library in libraries}
     return BuiltCandidate(
         name=name,
         checkpoint=checkpoint,
@@ -94,6 +112,66 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
         fallbacks=tuple(fallbacks),
         libraries=versions | {"adapter": adapter.digest},
     )
+
+
+def _quantize(
+    step: QuantizeStep,
+    network: Network,
+    product: VisionProduct,
+    source: Checkpoint,
+    folder: Path,
+    where: str,
+    root: Path,
+) -> tuple[Checkpoint, tuple[LayerCoverage, ...], list[Fallback]]:
+    """Write quantised weights; return their record, what each convolution is stored in, and what stayed float."""
+    try:
+        plan = plan_layers(network.module, step.exclude)
+        with _run_in_threads(product.serving.num_threads):
+            inputs = read_calibration(product, network, step.num_pictures, root)
+            ranges = observe(network, plan.layers, inputs, observer=step.observer)
+            write_quantized(folder, root / source.path, ranges)
+    except (SettingsError, NumericsError) as error:
+        raise SettingsError(f"{where}.{error}" if str(error).startswith("exclude") else f"{where}: {error}") from None
+    layers = list(list_convolutions(network.module))
+    check_quantized(folder, root / source.path, ranges, layers)
+    made = read_network_checkpoint(folder, root=root, kind=product.kind)
+    return (
+        made.model_copy(update={"format": step.dtype, "parent_digest": source.digest}),
+        read_coverage(folder, ranges, layers),
+        [Fallback(layer=layer, reason=reason) for layer, reason in plan.fallbacks],
+    )
+
+
+@contextmanager
+def _run_in_threads(num: int) -> Iterator[None]:
+    """Sums are split by thread: another number writes other scales."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_calibration(
+    product: VisionProduct, network: Network, num_pictures: int, root: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of each calibration picture, and the module's input of it.
+
+    Raises:
+        SettingsError: there are fewer.
+        EvalsetError: the folder is missing or damaged.
+    """
+    assert product.calibration_images is not None  # `find_network_problems` asks for it
+    folder = root / product.calibration_images
+    cases = load_evalset(folder).cases
+    if len(cases) < num_pictures:
+        raise SettingsError(
+            f"num_pictures: expected at most the {len(cases)} of {product.calibration_images!r}, got "
+            f"{num_pictures}; add pictures, or ask for fewer"
+        )
+    for case in spread(cases, num_pictures):
+        yield case.id, network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
 
 
 def _resolve(step: ConvPolicyStep, network: Network, where: str) -> tuple[tuple[LayerCoverage, ...], list[Fallback]]:

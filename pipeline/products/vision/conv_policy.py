@@ -148,7 +148,7 @@ def resolve_policy(
     Raises:
         SettingsError: an unknown algorithm or dtype, or a pattern that matches no convolution.
     """
-    covered, others = list_convolutions(network), _list_others(network)
+    covered, others = list_convolutions(network), list_others(network)
     _check_patterns(rules, covered, others)
     default = ConvArithmetic(algorithm=algorithm, dtype=dtype)
     parsed = [(patterns, ConvArithmetic(algorithm=asked, dtype=in_dtype)) for patterns, asked, in_dtype in rules]
@@ -179,7 +179,7 @@ def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic]) -> No
     covered = list_convolutions(network)
     for name, arithmetic in policy.items():
         if name not in covered:
-            raise SettingsError(_format_miss(name, covered, _list_others(network)))
+            raise SettingsError(format_miss(name, covered, list_others(network)))
         if arithmetic.algorithm != "direct" and (reason := explain_no_winograd(covered[name])):
             raise NumericsError(
                 f"{name}: expected a 3x3 convolution with stride 1 for {arithmetic.algorithm}, "
@@ -203,7 +203,7 @@ def _is_covered(module: nn.Module) -> bool:
     )
 
 
-def _list_others(network: nn.Module) -> dict[str, nn.Module]:
+def list_others(network: nn.Module) -> dict[str, nn.Module]:
     """Return the convolutions that a policy does not cover."""
     return {name: m for name, m in network.named_modules() if isinstance(m, _ConvNd) and not _is_covered(m)}
 
@@ -218,7 +218,7 @@ def _find_arithmetic(
 def _check_patterns(rules: Sequence[Rule], covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
     for path, pattern in _list_patterns(rules):
         if not any(fnmatchcase(name, pattern) for name in covered):
-            raise SettingsError(f"{path}: {_format_miss(pattern, covered, others)}")
+            raise SettingsError(f"{path}: {format_miss(pattern, covered, others)}")
     taken: set[str] = set()
     for i, (patterns, *_) in enumerate(rules):
         named = {name for name in covered if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -236,7 +236,7 @@ def _list_patterns(rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
             yield f"rules.{i}.layers.{j}", pattern
 
 
-def _format_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
+def format_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
     """Say what a pattern that matches no covered convolution does match, or would nearly."""
     if matched := next((name for name in others if fnmatchcase(name, pattern)), None):
         return (

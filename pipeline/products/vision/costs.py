@@ -15,6 +15,7 @@ pictures give other outputs by nature: their loss is the gate's matter. An emula
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from torch.func import functional_call
 
 from pipeline.errors import EngineError
 from pipeline.numerics.tile_grid import place_tiles
+from pipeline.products.vision.int8_conv import read_kernels
 from pipeline.products.vision.loading import Network, list_tensors
 from pipeline.products.vision.rounding import differ, limit_rounding
 from pipeline.records.medians import MIN_ROUNDS, bound_median
@@ -72,8 +74,12 @@ def measure_costs(
     # first: what is timed then is what has met every shape, as the network that serves has
     compilations = _count_compilations(network, batches)
     _check_repeats(network, timed)
-    speed, total = _measure_speeds(load, serving, timed, network, load_reference)
+    x = network.prepare(timed)
+    kernels = read_kernels(network.module, partial(network.run, x))
+    is_emulated = kernels is not None and kernels["num_kernel_calls"] < kernels["num_layers"]
+    speed, total = (None, None) if is_emulated else _measure_speeds(load, serving, timed, network, load_reference)
     return {
+        "int8": kernels,
         "speed": speed,
         "total": total,
         "compile": compilations,
@@ -236,7 +242,8 @@ def _measure_peak_mib(load: Load, serving: NetworkServing, pixels: torch.Tensor)
     if serving.conv_policy:
         return None
     network = load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None}))
-    weights = sum(p.numel() * p.element_size() for p in network.module.parameters())
+    stored = itertools.chain(network.module.parameters(), network.module.buffers())  # INT8 weights are buffers
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in stored)
     x = network.prepare(pixels)
     if network.device.type != "cpu":
         return round((measure_peak_bytes(lambda: network.run(x), network.device) + weights) / 2**20, 2)

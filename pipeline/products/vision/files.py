@@ -35,4 +35,5 @@ def read_network_checkpoint(folder: Path, *, root: Path, kind: str) -> Checkpoin
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors, found none")
-    return build_checkpoint(folder, read_tensors(folder).values(), root=root, kind=kind, format="dense")
+    made = build_checkpoint(folder, read_tensors(folder).values(), root=root, kind=kind, format="dense")
+    return made.model_copy(update={"dtype": "int8"}) if made.dtype == "I8" else made

@@ -19,6 +19,7 @@ from pipeline.numerics.tiling import blend_tiles
 from pipeline.products.vision.adapters import Adapter, format_adapter_error
 from pipeline.products.vision.conv_policy import apply_policy
 from pipeline.products.vision.files import read_config
+from pipeline.products.vision.int8_conv import pack_layers, set_up_layers
 from pipeline.records.serving import NetworkServing
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import iterate_weights
@@ -36,6 +37,7 @@ class Network:
         apply_policy(module, serving.conv_policy)
         stored = torch.float32 if serving.autocast else self._dtype
         self.module = module.to(self.device, stored).to(memory_format=self._format)
+        pack_layers(self.module)
         self.call: Callable[[torch.Tensor], Any] = self.module
         if serving.compile_mode is not None:
             self.call = torch.compile(self.module, mode=serving.compile_mode, dynamic=serving.compile_dynamic)
@@ -105,7 +107,9 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
     if not isinstance(module, torch.nn.Module):
         raise CheckpointError(f"{adapter.path}: build() returned {type(module).__name__!r}, expected a torch.nn.Module")
     try:
-        module.load_state_dict(dict(iterate_weights(folder)))
+        tensors = dict(iterate_weights(folder))
+        set_up_layers(module, tensors)
+        module.load_state_dict(tensors)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder}: expected the weights of what {adapter.path} builds: {' '.join(str(error).split())[:300]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipeline.products.vision.detection_settings import (
     name_categories,
 )
 from pipeline.products.vision.files import read_config
-from pipeline.products.vision.settings import PrecisionStep, TilingStep, UpscalingEval, VisionProduct
+from pipeline.products.vision.settings import PrecisionStep, QuantizeStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.records.digests import digest_file, digest_folder
 from pipeline.running.environment import Machine
 from pipeline.running.kept_digests import digest_watched
@@ -26,6 +27,7 @@ from pipeline.running.weight_files import read_tensors
 from pipeline.settings.metrics import AREAS
 
 _NOTES = frozenset({"README.md"})
+_INT8_SETS = ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")  # of which oneDNN's INT8 convolutions make use
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
 
@@ -57,6 +59,7 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
         check_pictures(folder, calibration.cases)
         _check_apart(where, calibration, evalsets)
+        _check_enough(product, len(calibration.cases))
     for name, candidate in product.candidates.items():
         _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
         for i, step in enumerate(candidate.steps):
@@ -88,6 +91,21 @@ def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]
         if slow
         else []
     )
+
+
+def describe_slow_int8(product: VisionProduct, machine: Machine) -> list[str]:
+    """Warn of candidates in INT8 on a machine without instructions for it."""
+    names = [name for name, candidate in product.candidates.items() if candidate.quantize]
+    if not names:
+        return []
+    if machine.uses_gpu:
+        return [f"candidates: {', '.join(names)}: INT8 is emulated on a GPU: its time is not measured"]
+    if {*_INT8_SETS} & {*machine.instruction_sets}:
+        return []
+    return [
+        f"candidates: {', '.join(names)}: this CPU has no instructions for INT8 ({', '.join(_INT8_SETS)}): expect less "
+        "gain, and on x86 sums that saturate"
+    ]
 
 
 def _list_categories(evalset: Evalset) -> list[int]:
@@ -267,9 +285,19 @@ def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset])
         if shared := [case.id for case in evalset.cases if case.sha256 in calibrated]:
             raise SettingsError(
                 f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
-                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
-                "better than it is"
+                f"{evalset.card.name!r}, {shared[0]!r} first; what is fitted to them looks better than "
+                "it is"
             )
+
+
+def _check_enough(product: VisionProduct, num_pictures: int) -> None:
+    for name, candidate in product.candidates.items():
+        for i, step in enumerate(candidate.steps):
+            if isinstance(step, QuantizeStep) and step.num_pictures > num_pictures:
+                raise SettingsError(
+                    f"candidates.{name}.steps.{i}.num_pictures: expected at most the {num_pictures} of "
+                    f"{product.calibration_images!r}, got {step.num_pictures}; add pictures, or ask for fewer"
+                )
 
 
 def _check_folder(where: str, folder: Path) -> None:
@@ -318,3 +346,22 @@ def digest_material(product: VisionProduct, root: Path) -> dict[str, Any]:
         "adapter": digest_file(root / product.adapter),
         "reference": digest_watched(reference, root),
     }
+
+
+def digest_calibration(product: VisionProduct, root: Path) -> dict[str, Any]:
+    """Return what quantised weights depend on beside their step; nothing where there are no calibration pictures."""
+    if product.calibration_images is None:
+        return {}
+    folder = root / product.calibration_images
+    return {
+        "calibration": [product.calibration_images, digest_folder(folder, ignore=_NOTES)],
+        "num_threads": product.serving.num_threads,
+        "torchao": _read_version("torchao"),  # other libraries are dependencies of every stage
+    }
+
+
+def _read_version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

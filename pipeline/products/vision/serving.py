@@ -5,9 +5,10 @@ Free of torch: the gate asks here what would ship.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
-from pipeline.products.vision.settings import VisionProduct
+from pipeline.products.vision.settings import NetworkCandidateSettings, VisionProduct
 from pipeline.records.built_candidates import fold_steps, read_built
 from pipeline.records.evaluations import BuiltCandidate, NetworkCandidate
 from pipeline.records.serving import NetworkServing
@@ -31,3 +32,11 @@ def read_network_candidate(build: Path, name: str, product: VisionProduct) -> Ne
     """
     asked = [step.model_dump(mode="json") for step in product.candidates[name].steps]
     return serve(read_built(build, name, asked), product)
+
+
+def describe_coverage(candidate: NetworkCandidate, settings: NetworkCandidateSettings) -> str:
+    """Say how many convolutions a step quantised, by what was written; nothing where no step did."""
+    if settings.quantize is None:
+        return ""
+    counts = Counter(layer.format for layer in candidate.coverage)
+    return f"; {', '.join(f'{num} layers {name}' for name, num in counts.most_common())}"

@@ -1,7 +1,7 @@
 """The settings of products of vision: plain torch modules, what makes them smaller and faster, and what watches them.
 
 Each names an adapter, a file of the user's own that builds the module and knows its inputs and outputs
-(`pipeline/products/vision/adapters.py`). No step rewrites weights: each says how they are run.
+(`pipeline/products/vision/adapters.py`). One step rewrites weights, `quantize`; each other says how they are run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
 
 
 class VisionStep(Settings):
-    """A step of a network: it rewrites no weights, and says how they are run."""
+    """A step of a network: it says how weights are run, or rewrites them."""
 
     is_for_speed: ClassVar[bool] = False  # its only reason is speed: without a sure gain it is not released
     is_emulated: ClassVar[bool] = False  # an emulation's own speed and number format say nothing
@@ -64,6 +64,23 @@ class PrecisionStep(VisionStep):
     def build_serving(self) -> dict[str, Any]:
         """Return the number format."""
         return {"dtype": self.dtype, "autocast": self.autocast}
+
+
+class QuantizeStep(VisionStep):
+    """Static quantisation after training: weights per channel, activations per tensor, by calibration pictures."""
+
+    fits_emulation = False
+    kind: Literal["quantize"]
+    dtype: Literal["int8"]
+    num_pictures: int = Field(ge=1)  # of `calibration_images`
+    # how the range of an activation is found: its extremes, or the part of its histogram that loses least
+    observer: Literal["minmax", "histogram"] = "histogram"
+    exclude: list[Annotated[str, Field(min_length=1)]] = []  # names of layers that stay float, or shell patterns
+
+    @property
+    def changes_time(self) -> bool:
+        """Other kernels run."""
+        return True
 
 
 class ConvRule(Settings):
@@ -123,7 +140,7 @@ class TilingStep(VisionStep):
         return {"tiling": self.model_dump(exclude={"kind"})}
 
 
-AnyStep = PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep
+AnyStep = PrecisionStep | QuantizeStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep
 NetworkStep = Annotated[AnyStep, Field(discriminator="kind")]
 SPEED_STEPS = tuple(
     get_args(step.model_fields["kind"].annotation)[0] for step in get_args(AnyStep) if step.is_for_speed
@@ -141,6 +158,11 @@ class NetworkCandidateSettings(Settings):
     def is_for_speed(self) -> bool:
         """Some step's only reason is speed: without a sure gain it is not released."""
         return any(step.is_for_speed for step in self.steps)
+
+    @property
+    def quantize(self) -> QuantizeStep | None:
+        """The step that rewrites weights; None where there is none."""
+        return next((step for step in self.steps if isinstance(step, QuantizeStep)), None)
 
 
 class ServingSettings(Settings):
@@ -181,7 +203,9 @@ class VisionProduct(Product):
 
     kind: Literal["vision"]
     adapter: str  # Python file
-    calibration_images: str | None = None  # an evalset that nothing is evaluated on: what a policy is proposed from
+    calibration_images: str | None = (
+        None  # an evalset that nothing is evaluated on, to quantise and to propose policies by
+    )
     candidates: dict[str, NetworkCandidateSettings] = Field(min_length=1)
     serving: ServingSettings
     resources: ResourceSettings
@@ -222,6 +246,13 @@ def find_network_problems(product: VisionProduct) -> list[str]:
         for name, settings in product.evals.items()
         if settings.kind != product.task
     ]
+    problems += [
+        f"candidates.{name}.steps.{i}: expected calibration pictures, found no products.{product.name}."
+        "calibration_images; name an evalset that nothing is evaluated on"
+        for name, candidate in product.candidates.items()
+        for i, step in enumerate(candidate.steps)
+        if isinstance(step, QuantizeStep) and product.calibration_images is None
+    ]
     may_tile = all(settings.may_tile for settings in product.evals.values())
     problems += [
         f"candidates.{name}.{problem}"
@@ -245,6 +276,12 @@ def _step_problems(steps: list[AnyStep], *, may_tile: bool) -> list[str]:
         for emulated in [step for step in steps if step.is_emulated][:1]
         for i, step in enumerate(steps)
         if not step.fits_emulation
+    ]
+    problems += [
+        f"steps.{i}: expected no precision beside quantize, which says for each layer in which format it runs; "
+        "remove one of them"
+        for i, step in enumerate(steps)
+        if isinstance(step, PrecisionStep) and any(isinstance(other, QuantizeStep) for other in steps)
     ]
     problems += [
         f"steps.{i}: expected a step that a detector knows, got {step.kind}: a box may lie in two tiles; remove it"

@@ -70,6 +70,8 @@ def areas(**given: list[float]) -> dict[str, Any]:
 
 
 AT = "candidates.mine.steps"
+INT8 = {"kind": "quantize", "dtype": "int8", "num_pictures": 4}
+CALIBRATION = {"calibration_images": "evalsets/calibration"}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,25 @@ AT = "candidates.mine.steps"
         ),
         pytest.param(steps(HALF, HALF), f"{AT}.1: precision is there twice; remove one", id="twice"),
         pytest.param(
+            steps(INT8),
+            f"{AT}.0: expected calibration pictures, found no products.detector.calibration_images",
+            id="int8-without-pictures",
+        ),
+        pytest.param(
+            CALIBRATION | steps(HALF, INT8), f"{AT}.0: expected no precision beside quantize", id="int8-and-precision"
+        ),
+        pytest.param(
+            CALIBRATION | steps(INT8, POLICY), f"{AT}.0: expected no quantize beside conv_policy", id="int8-and-policy"
+        ),
+        pytest.param(
+            CALIBRATION | steps(INT8 | {"dtype": "float16"}), f"{AT}.0.dtype: expected 'int8'", id="int8-in-float16"
+        ),
+        pytest.param(
+            CALIBRATION | steps(INT8 | {"num_pictures": 0}), f"{AT}.0.num_pictures: expected", id="int8-by-no-picture"
+        ),
+        pytest.param(
             steps({"kind": "gptq"}),
-            f"{AT}.0: expected one of the kinds 'precision', 'conv_policy', "
+            f"{AT}.0: expected one of the kinds 'precision', 'quantize', 'conv_policy', "
             "'channels_last', 'compile', 'tiling', got 'gptq'",
             id="unknown-step",
         ),

@@ -12,7 +12,13 @@ from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
 from pipeline.products.vision.findings.headlines import explain_flat_average
 from pipeline.products.vision.findings.notes import read_network_notes
-from pipeline.products.vision.findings.speed import describe_total, explain_untimed, measure_gain, measure_total
+from pipeline.products.vision.findings.speed import (
+    describe_emulation,
+    describe_total,
+    explain_untimed,
+    measure_gain,
+    measure_total,
+)
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
@@ -43,6 +49,8 @@ class VisionAuditor(Auditor[VisionProduct]):
             if (notes := read_network_notes(evidence)) is not None:
                 findings.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
                 findings.total = measure_total(evidence, reference, notes, limit)
+                if notes.int8 is not None and notes.is_emulated:
+                    findings.add_note(f"int8: {describe_emulation(notes.int8)}", ReasonKind.LIMIT)
         except EvidenceError as error:
             findings.refusals.append(str(error))
         if limit is not None and findings.total is None and (why := explain_untimed(evidence)):

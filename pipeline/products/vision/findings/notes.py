@@ -106,6 +106,20 @@ class LayoutNotes(_Notes):
     num_reorders: dict[str, int]  # of oneDNN, by format: "first", "last"
 
 
+class Int8Notes(_Notes):
+    """Which kernels ran the layers that are in INT8, as the profiler and oneDNN's log say."""
+
+    num_layers: int
+    num_kernel_calls: int  # of one run
+    num_float_calls: int
+    implementations: list[str]  # of oneDNN
+
+    @property
+    def is_emulated(self) -> bool:
+        """Some layer ran in no INT8 kernel."""
+        return self.num_kernel_calls < self.num_layers
+
+
 class NetworkNotes(_Notes):
     """All of them (`<eval>.json`)."""
 
@@ -115,8 +129,14 @@ class NetworkNotes(_Notes):
     total: SpeedNotes | None  # beside the reference run plainly; None: that would say nothing
     compile: CompileNotes | None
     layout: LayoutNotes | None
+    int8: Int8Notes | None = None  # of a network that is in INT8
     peak_mib: float | None
     work: float  # pixels that the network is run on, per pixel of the largest picture
+
+    @property
+    def is_emulated(self) -> bool:
+        """INT8 was asked for, and some layer of it was not run so: its times would say nothing."""
+        return self.int8 is not None and self.int8.is_emulated
 
 
 def read_network_notes(evidence: Evidence) -> NetworkNotes | None:

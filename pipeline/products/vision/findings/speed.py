@@ -9,6 +9,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
 from pipeline.products.vision.findings.notes import (
     CompileNotes,
+    Int8Notes,
     LayerNotes,
     NetworkNotes,
     ShapeNotes,
@@ -84,7 +85,7 @@ def measure_total(
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
     is_other = Path(evidence.candidate.checkpoint.path) != Path(reference.candidate.checkpoint.path)
-    if limit is not None and serving.choose_total(is_other=is_other) is not None:
+    if limit is not None and serving.choose_total(is_other=is_other) is not None and not notes.is_emulated:
         what = "is another checkpoint" if is_other else "is run in another way than in float32 without a step"
         raise EvidenceError(
             f"gate.max_slowdown: expected the time in total, as it {what}, found none in "
@@ -95,6 +96,8 @@ def measure_total(
 
 def explain_untimed(evidence: Evidence) -> str | None:
     """Say why a candidate can't have a time in total; None where it can."""
+    if (notes := read_soundly(evidence)) is not None and notes.is_emulated:
+        return "INT8 that is emulated has no time of its own"
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
     return "an emulated policy has no time of its own" if serving.conv_policy else None
@@ -167,4 +170,12 @@ def describe_difference(speed: SpeedNotes) -> str:
     return (
         f"differ by {speed.difference:.2g} of their standard deviation, more than the {speed.tolerance:g} that "
         "rounding explains, from"
+    )
+
+
+def describe_emulation(int8: Int8Notes) -> str:
+    """Say how many layers ran in no INT8 kernel."""
+    return (
+        f"emulated: of {int8.num_layers} layers in INT8 {int8.num_kernel_calls} ran in an INT8 kernel, the others were "
+        "rounded and multiplied in float32: the verdict says nothing about time"
     )

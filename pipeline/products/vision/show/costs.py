@@ -19,6 +19,7 @@ from pipeline.products.vision.findings.speed import (
     format_shape,
     read_soundly,
 )
+from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
@@ -71,6 +72,11 @@ _LEGEND = {  # by column
 }
 
 
+def has_policy(candidate: BuiltCandidate) -> bool:
+    """Say whether the arithmetic of its convolutions is emulated."""
+    return any(step["kind"] == "conv_policy" for step in candidate.steps)
+
+
 def explain_network_costs(compared: ReleaseComparison) -> str:
     """Say how to read the table: what was measured, and what was not."""
     columns = tabulate_network_costs(compared)[0]
@@ -78,7 +84,7 @@ def explain_network_costs(compared: ReleaseComparison) -> str:
     known = next((n for m in compared.findings.values() if (n := read_soundly(m.evidence))), None)
     shape = format_shape(known.shapes) if known else "the most common shape"
     lines = [line.replace("{shape}", shape) for line in lines]
-    if any(m.evidence and m.evidence.candidate.coverage for m in compared.findings.values()):
+    if any(m.evidence and has_policy(m.evidence.candidate) for m in compared.findings.values()):
         lines.insert(0, _EMULATED)
     return "\n".join(["How to read this table:", "", *lines])
 

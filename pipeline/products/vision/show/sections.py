@@ -12,9 +12,9 @@ from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.wording import escape_markdown
 from pipeline.numerics.tile_grid import place_tiles
-from pipeline.products.vision.findings.notes import LayerNotes
-from pipeline.products.vision.findings.speed import describe_limit, list_limits, read_soundly
-from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom
+from pipeline.products.vision.findings.notes import Int8Notes, LayerNotes
+from pipeline.products.vision.findings.speed import describe_emulation, describe_limit, list_limits, read_soundly
+from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom, has_policy
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
 from pipeline.report.pictures.images import measure_given
@@ -28,11 +28,11 @@ def build_network_blocks(evidence: Evidence) -> list[Block]:
     blocks: list[Block] = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
-        blocks.append(
-            "Policy, emulated: "
-            + ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
-            + "."
-        )
+        what = "Policy, emulated" if has_policy(candidate) else "Stored"
+        formats = ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
+        blocks.append(f"{what}: {formats}.")
+    if notes and notes.int8:
+        blocks.append(_describe_kernels(notes.int8))
     blocks += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
@@ -44,8 +44,20 @@ def build_network_blocks(evidence: Evidence) -> list[Block]:
             blocks += [_describe_tiles(name, records, tiling), *_describe_worst_stitch(name, records)]
     if candidate.coverage:
         table = Table(tabulate_policy(candidate, layers))
-        blocks.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
+        what = "algorithm, number format" if has_policy(candidate) else "number format"
+        blocks.append(Folded(f"Layers: {what}, error and headroom", [table]))
     return blocks
+
+
+def _describe_kernels(int8: Int8Notes) -> str:
+    """Say which kernels ran the layers in INT8, and how often."""
+    if int8.is_emulated:
+        return f"INT8: {describe_emulation(int8)}."
+    names = f" ({', '.join(map(escape_markdown, int8.implementations))})" if int8.implementations else ""
+    return (
+        f"INT8 as torch's profiler saw it in one run: {int8.num_kernel_calls} calls of INT8 kernels{names} for "
+        f"{int8.num_layers} layers, and {int8.num_float_calls} float convolutions."
+    )
 
 
 def _list_missed(evidence: Evidence) -> list[Fallback]:
@@ -60,7 +72,8 @@ def _describe_step(step: dict[str, Any]) -> str:
     """Name a step and its settings: "tiling (tile 64, overlap 0.125, window hann)"."""
     words = []
     for key, value in step.items():
-        if key not in ("kind", "rules", "serving") and value is not None and value is not False:
+        if key not in ("kind", "rules", "serving") and value is not None and value is not False and value != []:
+            value = " ".join(value) if isinstance(value, list) else value
             words.append(key if value is True else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
     words += [f"{len(step['rules'])} rules"] if step.get("rules") else []
     return escape_markdown(f"{step['kind']} ({', '.join(words)})" if words else str(step["kind"]))
@@ -108,13 +121,14 @@ def tabulate_policy(candidate: BuiltCandidate, layers: dict[str, LayerNotes]) ->
 def _describe_layer(
     layer: LayerCoverage, found: LayerNotes | None, rules: Sequence[dict[str, Any]], fallbacks: dict[str, str]
 ) -> list[str]:
-    algorithm, _, dtype = layer.format.partition(" ")
+    # a policy's format is "winograd_f43 float16", that of stored weights "int8"
+    algorithm, _, dtype = layer.format.rpartition(" ")
     named = next((str(rule.get("reason") or "a rule names it") for rule in rules if _names(rule, layer.layer)), "")
     reason = "; ".join(filter(None, [named, fallbacks.get(layer.layer, "")]))
     numbers = [format_error(found), format_headroom(found)] if found else ["–", "–"]
     return [
         f"`{escape_markdown(layer.layer)}`",
-        *map(escape_markdown, (algorithm, dtype)),
+        *map(escape_markdown, (algorithm or "direct", dtype)),
         *numbers,
         escape_markdown(reason),
     ]
