@@ -30,8 +30,9 @@ def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
     """
     inputs, weights = scheme.input_activations, scheme.weights
     if gpu is None:
-        is_integer = weights.type == "int" and (inputs is None or (inputs.type == "int" and weights.num_bits == 8))
-        return RUNS if is_integer else NO_KERNEL
+        # eight bits with integer inputs, four with inputs as they are
+        has_kernel = weights.num_bits == 8 and inputs.type == "int" if inputs else weights.num_bits == 4
+        return RUNS if weights.type == "int" and has_kernel else NO_KERNEL
     if gpu < _TURING:
         return NO_KERNEL
     if inputs is None:

@@ -192,6 +192,8 @@ def test_what_is_rounded_while_it_runs_is_read_from_config_json() -> None:
         ("W8A8", (8, 0), RUNS),
         ("W8A8", (10, 0), NO_KERNEL),
         ("W8A8", None, RUNS),
+        ("W8A16", None, NO_KERNEL),
+        ("W4A16", None, RUNS),
         ("FP8_DYNAMIC", (8, 6), FALLS_BACK),
         ("FP8_DYNAMIC", (8, 9), RUNS),
         ("FP8_DYNAMIC", None, NO_KERNEL),
@@ -206,6 +208,20 @@ def test_what_is_rounded_while_it_runs_is_read_from_config_json() -> None:
 )
 def test_what_a_gpu_runs(name: str, gpu: tuple[int, int] | None, run: str) -> None:
     assert predict_run(PRESETS[name], gpu) == run
+
+
+def test_the_page_says_what_the_look_up_says() -> None:
+    words = {"runs": RUNS, "weights": FALLS_BACK, "no": NO_KERNEL}
+    gpus = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), None)
+    rows = re.findall(
+        r"^\| (`[^|]*`) \|((?: (?:runs|weights|no) \|){6})$", (ROOT / "docs/schemes.md").read_text(), re.M
+    )
+    shown = {
+        name: [words[cell.strip()] for cell in cells.strip("|").split("|")]
+        for names, cells in rows
+        for name in re.findall(r"`([^`]*)`", names)
+    }
+    assert shown == {name: [predict_run(scheme, gpu) for gpu in gpus] for name, scheme in PRESETS.items()}
 
 
 def test_candidates_that_fall_back_are_named_before_any_work() -> None:
