@@ -213,9 +213,8 @@ def test_what_a_gpu_runs(name: str, gpu: tuple[int, int] | None, run: str) -> No
 def test_the_page_says_what_the_look_up_says() -> None:
     words = {"runs": RUNS, "weights": FALLS_BACK, "no": NO_KERNEL}
     gpus = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), None)
-    rows = re.findall(
-        r"^\| (`[^|]*`) \|((?: (?:runs|weights|no) \|){6})$", (ROOT / "docs/schemes.md").read_text(), re.M
-    )
+    page = (ROOT / "docs/schemes.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \|((?: (?:runs|weights|no) \|){6})$", page, re.M)
     shown = {
         name: [words[cell.strip()] for cell in cells.strip("|").split("|")]
         for names, cells in rows
