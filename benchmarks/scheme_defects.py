@@ -1,8 +1,8 @@
 """Does the quantising step refuse its own output when something is wrong with it? A line a scheme and a defect.
 
 Each preset of `kind: quantize`, and an FP8 cache, is made from a checkpoint. Between saving and checking, one thing in
-the saved weights is changed: a scale is doubled, a zero point moves by one, a layer is left dense, the stored scale of an
-input is doubled, or that of a cache is 1. Zero points are packed eight a word, so eight rows move.
+the saved weights is changed: a scale is doubled, a zero point moves by one, a layer is left dense, the stored scale of
+an input is doubled, or that of a cache is 1. Zero points are packed eight a word, so eight rows move.
 
     python -m benchmarks.scheme_defects [--checkpoint models/agent]
 """
