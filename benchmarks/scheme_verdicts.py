@@ -1,8 +1,8 @@
 """What does the gate say of every scheme? Each preset is made, served, asked all evals and judged, as a candidate is.
 
 Takes a product of kind `text` from params.yaml, and gives its reference a candidate a scheme, rounded to nearest, and
-one with an FP8 cache. Finished ones are kept in the build folder: after a kill the same command goes on. CPU seconds are
-those of this process and its servers. Whether a scheme was emulated is what its server said.
+one with an FP8 cache. Finished ones are kept in the build folder: after a kill the same command goes on. CPU seconds
+are those of this process and its servers. Whether a scheme was emulated is what its server said.
 
     python -m benchmarks.scheme_verdicts [--product agent] [--schemes NAME ...] [--build build/schemes]
 """

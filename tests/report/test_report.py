@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.products.text.show.plots import plot_completion
+from pipeline.products.text.show import TextPresenter
+from pipeline.products.text.show.plots import find_front, plot_completion, plot_sizes
 from pipeline.records.evaluations import CaseRecord
 from pipeline.report.plots import choose_shown, plot_harm
+from pipeline.report.sections import Figure
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, render_report
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
@@ -141,6 +144,32 @@ def test_a_bucket_that_looks_like_a_formula_is_drawn_as_it_is_written(tmp_path: 
     compared = compare_release(make_params(["a"], ["a"], tolerances=tolerances), tmp_path)
     plot_harm(compared.judgement, tmp_path / "plot.png")
     plot_completion(compared, tmp_path / "plot.png")
+    plot_sizes(compared, tmp_path / "plot.png")
+
+
+def test_the_front_holds_what_nothing_smaller_equals() -> None:
+    points = [(2.0, 0.9), (1.0, 0.8), (3.0, 0.9), (1.0, 0.7), (2.5, 0.5), (4.0, 0.95)]
+    assert find_front(points) == [(1.0, 0.8), (2.0, 0.9), (4.0, 0.95)]
+    # of what is better where it is lower, the negative is given
+    assert find_front([(1.0, -2.4), (2.0, -2.5), (3.0, -2.3)]) == [(1.0, -2.4), (3.0, -2.3)]
+
+
+@pytest.mark.parametrize(("sizes", "is_drawn"), [((1_000_000, 1_000_000), False), ((1_000_000, 2_000_000), True)])
+def test_sizes_are_drawn_where_candidates_differ_in_them(
+    sizes: tuple[int, int], is_drawn: bool, tmp_path: Path
+) -> None:
+    write_tree(tmp_path / "build", {"a": Behaviour(), "b": Behaviour()}, num_cases=40)
+    compared = compare_release(make_params(["a", "b"], ["a"]), tmp_path / "build")
+    for findings, num_bytes in zip(compared.findings.values(), sizes, strict=True):
+        assert findings.evidence is not None
+        checkpoint = findings.evidence.candidate.checkpoint.model_copy(update={"num_bytes": num_bytes})
+        candidate = findings.evidence.candidate.model_copy(update={"checkpoint": checkpoint})
+        findings.evidence = replace(findings.evidence, candidate=candidate)
+    drawn = {block.name for block in TextPresenter().build_overview(compared) if isinstance(block, Figure)}
+    assert ("sizes.png" in drawn) == is_drawn
+    plot_sizes(compared, tmp_path / "sizes.png")
+    with Image.open(tmp_path / "sizes.png") as image:
+        assert image.width > 600
 
 
 @pytest.mark.parametrize("character", UNPRINTABLE)
