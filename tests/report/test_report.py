@@ -154,9 +154,9 @@ def test_the_front_holds_what_nothing_smaller_equals() -> None:
     assert find_front([(1.0, -2.4), (2.0, -2.5), (3.0, -2.3)]) == [(1.0, -2.4), (3.0, -2.3)]
 
 
-@pytest.mark.parametrize(("sizes", "is_drawn"), [((1_000_000, 1_000_000), False), ((1_000_000, 2_000_000), True)])
+@pytest.mark.parametrize(("sizes", "is_drawn"), [((1_000_000,) * 3, False), ((1_000_000, 2_000_000, 2_000_000), True)])
 def test_sizes_are_drawn_where_candidates_differ_in_them(
-    sizes: tuple[int, int], is_drawn: bool, tmp_path: Path
+    sizes: tuple[int, ...], is_drawn: bool, tmp_path: Path
 ) -> None:
     write_tree(tmp_path / "build", {"a": Behaviour(), "b": Behaviour()}, num_cases=40)
     compared = compare_release(make_params(["a", "b"], ["a"]), tmp_path / "build")

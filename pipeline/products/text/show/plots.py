@@ -49,36 +49,34 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
 
 
 def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
-    """Draw the headline metric by the bytes of the weights, with 95 % intervals, and the best of each size joined."""
+    """Draw the headline metric by the bytes of the weights, with 95 % intervals; join what nothing smaller beats."""
     judgement = compared.judgement
     metric = next(iter(judgement.policy.tolerances))
     scale = 100 if is_rate(metric) else 1
     figure = Figure(figsize=(7.0, 4.2), dpi=_DPI, layout="constrained")
     axis = figure.subplots()
-    points = []
-    for verdict in choose_shown(judgement):
-        evidence = compared.findings[verdict.candidate].evidence
-        found = next((m for m in verdict.metrics if (m.name, m.bucket) == (metric, None)), None)
-        if evidence is None or found is None:
+    sides = [(judgement.policy.reference, "reference", judgement.reference_metrics)]
+    sides += [(v.candidate, v.outcome, v.metrics) for v in choose_shown(judgement)]
+    points, sign = [], 1
+    for name, outcome, metrics in sides:
+        findings = compared.findings.get(name)
+        found = next((m for m in metrics if (m.name, m.bucket) == (metric, None)), None)
+        if findings is None or findings.evidence is None or found is None:
             continue
-        megabytes, value = evidence.candidate.checkpoint.num_bytes / 1e6, scale * found.value
-        points.append((megabytes, value if found.better == "higher" else -value))
-        colour, marker, size = OUTCOMES.get(verdict.outcome, ("#606060", "s", 6))
+        size, value = findings.evidence.candidate.checkpoint.num_bytes / 1e6, scale * found.value
+        sign = 1 if found.better == "higher" else -1
+        points.append((size, sign * value))
+        colour, marker, width = OUTCOMES.get(outcome, ("#606060", "s", 6))
         if found.low is not None and found.high is not None:
-            axis.plot([megabytes] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
-        axis.plot([megabytes], [value], color=colour, marker=marker, markersize=size, markeredgecolor="white")
-        shown = f"{verdict.candidate}: {verdict.outcome}"
-        axis.annotate(
-            shown, (megabytes, value), xytext=(6, 4), textcoords="offset points", fontsize=8, parse_math=False
-        )
+            axis.plot([size] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
+        axis.plot([size], [value], color=colour, marker=marker, markersize=width, markeredgecolor="white")
+        place = {"xytext": (6, 4), "textcoords": "offset points"}
+        axis.annotate(f"{name}: {outcome}", (size, value), fontsize=8, parse_math=False, **place)
     front = find_front(points)
-    axis.plot([x for x, _ in front], [abs(y) for _, y in front], color="#808080", linewidth=0.9, zorder=0)
-    reference = next((m for m in judgement.reference_metrics if (m.name, m.bucket) == (metric, None)), None)
-    if reference is not None:
-        axis.axhline(scale * reference.value, color="#000000", linewidth=1.1, linestyle="--")
+    axis.plot([size for size, _ in front], [sign * y for _, y in front], color="#808080", linewidth=0.9, zorder=0)
     axis.set_xlabel("megabytes of weights, as stored", fontsize=9)
     axis.set_ylabel(f"{metric.rpartition('/')[2]}{', %' if scale == 100 else ''}", fontsize=9)
-    title = f"Quality by size (dashed: the reference; line: the best of each size){format_shown(judgement)}"
+    title = f"Quality by size, with 95 % intervals (line: nothing smaller is as good){format_shown(judgement)}"
     axis.set_title(title, fontsize=10, loc="left")
     axis.margins(x=0.16)
     axis.grid(color="#DDDDDD", linewidth=0.6)
