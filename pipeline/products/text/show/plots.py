@@ -70,8 +70,8 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
         if found.low is not None and found.high is not None:
             axis.plot([size] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
         axis.plot([size], [value], color=colour, marker=marker, markersize=width, markeredgecolor="white")
-        place = {"xytext": (6, 4), "textcoords": "offset points"}
-        axis.annotate(f"{name}: {outcome}", (size, value), fontsize=8, parse_math=False, **place)
+        label = f"{name}: {outcome}"
+        axis.annotate(label, (size, value), (6, 4), textcoords="offset points", fontsize=8, parse_math=False)
     front = find_front(points)
     axis.plot([size for size, _ in front], [sign * y for _, y in front], color="#808080", linewidth=0.9, zorder=0)
     axis.set_xlabel("megabytes of weights, as stored", fontsize=9)
