@@ -6,8 +6,11 @@ goes first alternates. Before that each runs once, untimed, on the shipped agent
 Python files and for reading the libraries from disk. Prints both, their ratios, and where the time of each went. The
 calibration texts are those of evalsets/calibration, joined and repeated until a sample has as many tokens as asked.
 
-    python -m benchmarks.quantize_cost [--checkpoint models/agent] [--method gptq] [--samples 64] [--tokens 256]
-        [--group-size 128] [--threads N] [--rounds 3]
+    python -m benchmarks.quantize_cost [--checkpoint models/agent] [--method gptq] [--scheme W4A16] [--samples 64]
+        [--tokens 256] [--group-size 128] [--threads N] [--rounds 3] [--only stage]
+
+`--method rtn` rounds to nearest, without samples. `--group-size` is that of W4A16; other schemes have their own.
+`--only` measures one of the two alone.
 
 `python -m benchmarks.language_models 8b FOLDER` writes a checkpoint of a real size. Host memory is what the process
 holds itself (RssAnon, read every 50 ms): pages of mapped files, which the system drops at need, are not in it.
@@ -38,11 +41,13 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.products.params import load_params
 from pipeline.products.text.checkpoints import embedding_rows, load_tokenizer
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
+from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
 
 INTERVAL_S = 0.05  # between two looks at a process's memory
 TEXTS = Path("evalsets/calibration")
 BUCKET = "prose"
+GROUPED = "W4A16"
 
 # What the library's documentation shows, with its defaults but for batching and shuffling, which would change the
 # samples. Without an accelerator its AWQ crashes on pinned memory.
@@ -66,16 +71,23 @@ clock.append(time.perf_counter())
 model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(job["checkpoint"])
 clock.append(time.perf_counter())
-data = Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["samples"]])
-weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=step["group_size"])
-scheme = dict(config_groups={"g": dict(targets=["Linear"], weights=weights)}, ignore=step["exclude"])
+calibration = {}
+if job["samples"]:
+    data = Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["samples"]])
+    calibration = dict(dataset=data, num_calibration_samples=len(data), max_seq_length=max(map(len, job["samples"])),
+                       batch_size=1, shuffle_calibration_samples=False)
+scheme = dict(targets=["Linear"], scheme=step["scheme"], ignore=step["exclude"])
+if step["group_size"]:
+    weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=step["group_size"])
+    scheme = dict(config_groups={"g": dict(targets=["Linear"], weights=weights)}, ignore=step["exclude"])
 if step["algorithm"] == "awq":
     recipe = [AWQModifier(duo_scaling=True, n_grid=step["num_grid_points"]), QuantizationModifier(**scheme)]
-else:
+elif step["algorithm"] == "gptq":
     recipe = GPTQModifier(**scheme, dampening_frac=step["damping_fraction"],
                           actorder="static" if step["activation_order"] else None)
-oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=recipe, num_calibration_samples=len(data),
-        max_seq_length=max(map(len, job["samples"])), batch_size=1, shuffle_calibration_samples=False)
+else:
+    recipe = QuantizationModifier(**scheme)
+oneshot(model=model, tokenizer=tokenizer, recipe=recipe, **calibration)
 clock.append(time.perf_counter())
 model.save_pretrained(sys.argv[2], save_compressed=True)
 tokenizer.save_pretrained(sys.argv[2])
@@ -136,19 +148,22 @@ def main() -> None:
     """Measure, and print a line a run, the ratios and the phases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--checkpoint", type=Path, default=Path("models/agent"))
-    parser.add_argument("--method", choices=("gptq", "awq"), default="gptq")
+    parser.add_argument("--method", choices=("rtn", "gptq", "awq"), default="gptq")
+    parser.add_argument("--scheme", choices=PRESETS, default=GROUPED)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each sample")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--threads", type=int, help="of torch, for both; else as params.yaml says")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=SCRIPTS, help="measure this one alone, without the other and a ratio")
     arguments = parser.parse_args()
+    kinds = [arguments.only] if arguments.only else list(SCRIPTS)
     runs: dict[str, list[Run]] = {"stage": [], "script": []}
     with tempfile.TemporaryDirectory() as folder:
         warm_up(Path(folder) / "warm", arguments)
         job = write_job(Path(folder) / "job", arguments)
         for number in range(1, arguments.rounds + 1):
-            for kind in ("stage", "script") if number % 2 else ("script", "stage"):
+            for kind in kinds if number % 2 else reversed(kinds):
                 made = run(SCRIPTS[kind], job, Path(folder) / f"{kind}-{number}")
                 runs[kind].append(made)
                 numbers = ", ".join(f"{name} {read(made):,.1f}" for name, read in COLUMNS.items())
@@ -157,26 +172,28 @@ def main() -> None:
 
 
 def format_summary(stage: list[Run], script: list[Run]) -> Iterator[str]:
-    """Write the ratio of each number, and the median seconds of each phase."""
+    """Write the ratio of each number where both were measured, and the median seconds of each phase."""
     for name, read in COLUMNS.items():
-        ratios = sorted(read(a) / read(b) for a, b in zip(stage, script, strict=True) if read(b))
+        ratios = sorted(read(a) / read(b) for a, b in zip(stage, script, strict=False) if read(b))
         if ratios:
             yield (
                 f"{name}: stage / script: median {statistics.median(ratios):.3f} of {len(ratios)} rounds, from "
                 f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
             )
     for kind, runs in (("stage", stage), ("script", script)):
+        if not runs:
+            continue
         names = dict.fromkeys(name for made in runs for name in made.phases)
         medians = {name: statistics.median(made.phases.get(name, 0.0) for made in runs) for name in names}
         yield f"{kind}: " + ", ".join(f"{name} {value:.1f} s" for name, value in medians.items())
 
 
 def warm_up(folder: Path, arguments: argparse.Namespace) -> None:
-    """Run both on the shipped agent with few samples."""
+    """Run what is measured on the shipped agent with few samples."""
     few = {"checkpoint": Path("models/agent"), "samples": 32, "tokens": 64, "group_size": 32}
     job = write_job(folder, argparse.Namespace(**vars(arguments) | few))
-    for kind, script in SCRIPTS.items():
-        run(script, job, folder / kind)
+    for kind in [arguments.only] if arguments.only else SCRIPTS:
+        run(SCRIPTS[kind], job, folder / kind)
 
 
 def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
@@ -186,20 +203,21 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
     calibration = Calibration(
         sources=[BUCKET], num_samples=arguments.samples, max_tokens=arguments.tokens, length_exponent=0.0
     )
+    needs_texts = arguments.method != "rtn" or PRESETS[arguments.scheme].needs_calibration
     step = QuantizeStep(
         kind="quantize",
         algorithm=arguments.method,
-        scheme="W4A16",
-        group_size=arguments.group_size,
-        calibration=calibration,
+        scheme=arguments.scheme,
+        group_size=arguments.group_size if arguments.scheme == GROUPED else None,
+        calibration=calibration if needs_texts else None,
     )
     tokenizer = load_tokenizer(checkpoint)
     folder.mkdir()
     write_texts(folder / "texts", tokenizer, calibration)
-    samples = select_samples(
-        load_evalset(folder / "texts"), tokenizer, calibration, vocab_size=embedding_rows(checkpoint)
-    )
-    print(f"{step.algorithm} of {checkpoint}: {count_samples(samples)}", flush=True)
+    texts, num_rows = load_evalset(folder / "texts"), embedding_rows(checkpoint)
+    samples = select_samples(texts, tokenizer, calibration, vocab_size=num_rows) if needs_texts else []
+    calibrated = count_samples(samples) if samples else "no samples"
+    print(f"{step.algorithm} of {checkpoint}, {step.scheme}: {calibrated}", flush=True)
     job = {
         "checkpoint": str(checkpoint),
         "texts": str(folder / "texts"),

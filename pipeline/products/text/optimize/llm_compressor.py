@@ -40,6 +40,7 @@ from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 
+MAX_SHARD = "1GB"
 ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
 
 
@@ -58,9 +59,9 @@ def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequen
 
 
 def save_compressed(model: Any, folder: Any) -> None:
-    """Write the quantised model as packed compressed-tensors."""
+    """Write the quantised model as packed compressed-tensors, in files that several cores can digest at once."""
     with quiet_library():
-        model.save_pretrained(folder, save_compressed=True)
+        model.save_pretrained(folder, save_compressed=True, max_shard_size=MAX_SHARD)
 
 
 def build_recipe(step: QuantizeStep, plan: LayerPlan, log: StepLog, *, model: Any) -> list[Any]:
