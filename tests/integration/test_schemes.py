@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import EngineError, QuantgateError, QuantizationError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.text.checkpoints import load_model, read_checkpoint
+from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize import quantize as quantize_module
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import plan_folder
@@ -28,8 +29,9 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from tests.fakes.tiny_llama import write_documents, write_tiny_llama
 
-LAYER = "model.layers.1.mlp.up_proj"
+LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
 CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=64, length_exponent=0.0)
+CACHE = {"kv_cache": {"dtype": "fp8"}, "calibration": CALIBRATION}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,14 @@ def test_rules_mix_schemes_and_the_first_that_matches_counts(source: Path, texts
     assert formats[LAYER] == PRESETS["FP8_DYNAMIC"].name
 
 
+def test_what_is_made_in_several_files_is_checked_as_one(
+    source: Path, texts: Evalset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_compressor, "MAX_SHARD", "60KB")
+    quantize(source, tmp_path / "made", step=make_step("FP8", **CACHE), calibration_set=texts)
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
+
+
 def edit(folder: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     shutil.copytree(folder, target)
     tensors = load_file(target / "model.safetensors")
@@ -146,10 +156,6 @@ def test_a_layer_left_dense_is_refused(
     folder = edit(make(make_step(name)), tmp_path / "out", change)
     with pytest.raises(QuantizationError, match=rf"layer '{LAYER}': expected .*, found weight BF16"):
         check(folder, source, make_step(name))
-
-
-ATTENTION = "model.layers.1.self_attn"
-CACHE = {"kv_cache": {"dtype": "fp8"}, "calibration": CALIBRATION}
 
 
 def make_with_ranges(

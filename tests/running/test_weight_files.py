@@ -32,12 +32,25 @@ def test_the_largest_values_no_values_and_integers_are_finite() -> None:
     check_finite([*largest, ("none", torch.zeros(0)), ("packed", torch.zeros(3, dtype=torch.int32))], where="here")
 
 
-def test_floats_of_eight_bits_are_looked_at() -> None:
-    tensor = torch.ones(5).to(torch.float8_e4m3fn)
-    check_finite([("w", tensor)], where="here")
-    tensor.view(torch.uint8)[2] = 0x7F  # NaN
-    with pytest.raises(CheckpointError, match="'w' has 1 NaN"):
-        check_finite([("w", tensor)], where="here")
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
+def test_every_float_of_eight_bits_is_looked_at(name: str) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
+    finite = values.float().isfinite()
+    check_finite([("w", values[finite])], where="here")
+    assert 0 < int((~finite).sum()) < 10
+    for broken in values[~finite]:
+        with pytest.raises(CheckpointError, match="'w' has 1 NaN or infinite values of "):
+            check_finite(
+                [
+                    (
+                        "w",
+                        torch.cat([values[finite].view(torch.uint8), broken.view(1).view(torch.uint8)]).view(
+                            values.dtype
+                        ),
+                    )
+                ],
+                where="here",
+            )
 
 
 def test_a_tensor_is_read_by_its_name_from_the_shard_that_has_it(tmp_path: Path) -> None:
