@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.gate.compare import ReleaseComparison
@@ -43,6 +44,7 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
         fontsize=8,
         parse_math=False,
     )
+    axis.margins(x=0.01)
     title = f"Task completion by bucket, with 95 % intervals{format_shown(judgement)}"
     style_bars(axis, len(series), "task completion, %", title)
     save_figure(figure, path)
@@ -57,7 +59,7 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
     axis = figure.subplots()
     sides = [(judgement.policy.reference, "reference", judgement.reference_metrics)]
     sides += [(v.candidate, v.outcome, v.metrics) for v in choose_shown(judgement)]
-    points, sign = [], 1
+    points, labels, sign = [], list[tuple[float, float, str]](), 1
     for name, outcome, metrics in sides:
         findings = compared.findings.get(name)
         found = next((m for m in metrics if (m.name, m.bucket) == (metric, None)), None)
@@ -70,17 +72,34 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
         if found.low is not None and found.high is not None:
             axis.plot([size] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
         axis.plot([size], [value], color=colour, marker=marker, markersize=width, markeredgecolor="white")
-        label = f"{name}: {outcome}"
-        axis.annotate(label, (size, value), (6, 4), textcoords="offset points", fontsize=8, parse_math=False)
+        labels.append((value, size, f"{name}: {outcome}"))
+    _write_labels(axis, labels)
     front = find_front(points)
     axis.plot([size for size, _ in front], [sign * y for _, y in front], color="#808080", linewidth=0.9, zorder=0)
     axis.set_xlabel("megabytes of weights, as stored", fontsize=9)
     axis.set_ylabel(f"{metric.rpartition('/')[2]}{', %' if scale == 100 else ''}", fontsize=9)
     title = f"Quality by size, with 95 % intervals (line: nothing smaller is as good){format_shown(judgement)}"
     axis.set_title(title, fontsize=10, loc="left")
-    axis.margins(x=0.16)
+    axis.margins(x=0.2)
     axis.grid(color="#DDDDDD", linewidth=0.6)
     save_figure(figure, path)
+
+
+def _write_labels(axis: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
+    """Write labels beside their points, (y, x, text), from above, each below those that it would cover."""
+    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+    width, height = 0.35 * (right - left), 0.04 * (high - low)
+    placed: list[tuple[float, float]] = []
+    for y, x, text in sorted(labels, reverse=True):
+        place = y
+        for other, near in sorted(placed, reverse=True):
+            if abs(near - x) < width and abs(other - place) < height:
+                place = other - height
+        placed.append((place, x))
+        line = {"arrowstyle": "-", "color": "#A0A0A0", "linewidth": 0.6}
+        axis.annotate(
+            text, (x, y), (x + 0.1 * width, place), fontsize=8, va="center", arrowprops=line, parse_math=False
+        )
 
 
 def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
