@@ -1,7 +1,7 @@
 """Does a quantised checkpoint say the same in the embedded endpoint and in another library?
 
     python -m benchmarks.scheme_equality [--checkpoint models/agent] [--schemes NAME ...] [--cases 20] [--documents 20]
-        [--vllm PYTHON] [--dtype float32]
+        [--vllm PYTHON] [--dtype float32] [--lm-eval]
 
 Makes a checkpoint by each preset of `kind: quantize`, as `benchmarks.schemes` does, and serves it by the embedded
 endpoint in float32 with continuous batching. Plain transformers answers the same prompts in a process of its own that
@@ -15,6 +15,9 @@ does the plain process: it loads in bfloat16, runs one forward pass, and calls `
 
 `--vllm` names a Python that has vLLM, which then answers in place of transformers, in `--dtype`. A checkpoint that it
 can't run is a row with its error. Log-probabilities are those of the prompt's tokens.
+
+`--lm-eval` runs lm-eval's own command line on the folder in float32 for its task `prose`, all documents, and prints
+nats a token beside the endpoint's.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import subprocess
@@ -31,18 +35,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.check_perplexity import run_lm_eval
 from benchmarks.schemes import MIXES, NAMES, make
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.checkpoints import load_tokenizer, read_checkpoint, read_config
+from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.schemes import PRESETS, unpacks_to_bfloat16
 from pipeline.products.text.serving.engines import registry as engines
-from pipeline.products.text.settings import PerplexityEval, ResourceSettings, ToolCallsEval
+from pipeline.products.text.settings import EvalSettings, PerplexityEval, ResourceSettings, ToolCallsEval
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 
 SERVING = ServingConfig(dtype="float32", continuous_batching=True, concurrency=64, context_length=1024, max_tokens=64)
 RESOURCES = ResourceSettings(num_servers=1, request_timeout_s=120, start_timeout_s=120)
-EVALS = {
+EVALS: dict[str, EvalSettings] = {
     "calls": ToolCallsEval(kind="tool_calls", evalset="evalsets/tool_calls"),
     "prose": PerplexityEval(kind="perplexity", evalset="evalsets/prose"),
 }
@@ -101,7 +107,11 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
     parser.add_argument("--dtype", default="float32", help="of vLLM")
+    parser.add_argument("--lm-eval", action="store_true", help="nats a token beside lm-eval's, and nothing else")
     arguments = parser.parse_args()
+    if arguments.lm_eval:
+        compare_lm_eval(arguments.checkpoint, arguments.schemes)
+        return
     prompts = [
         [message.model_dump() for message in case.messages]
         for evalset in CHATS
@@ -123,21 +133,57 @@ def main() -> None:
             for other in others:
                 dtype = other.split()[-1]
                 widen = dtype == "float32" and unpacks_to_bfloat16(read_config(made).get("quantization_config") or {})
-                script, python = (VLLM_SCRIPT, str(arguments.vllm)) if arguments.vllm else (PLAIN_SCRIPT, sys.executable)
+                script, python = (
+                    (VLLM_SCRIPT, str(arguments.vllm)) if arguments.vllm else (PLAIN_SCRIPT, sys.executable)
+                )
                 theirs = run_apart(script, python, job | {"dtype": dtype, "widen": widen})
                 cells += [theirs, ""] if isinstance(theirs, str) else compare(ours, theirs)
         print(f"| `{name}` | " + " | ".join(cells) + " |", flush=True)
+
+
+def compare_lm_eval(checkpoint: Path, schemes: Sequence[str]) -> None:
+    """Print a table of nats a token, a row a scheme."""
+    print("| scheme | endpoint, nats a token | lm-eval | apart |\n|---|---:|---:|---:|")
+    for name in schemes:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "made"
+            make(checkpoint, made, name)
+            nats, num_tokens, num_bytes = asyncio.run(score_windows(made))
+            candidate = build_candidate(made)
+            found = candidate.checkpoint.model_copy(update={"path": str(made)})
+            results, _ = run_lm_eval(candidate.model_copy(update={"checkpoint": found}), ["prose"])
+            theirs = results["prose"]["bits_per_byte,none"] * math.log(2) * num_bytes / num_tokens
+        ours = nats / num_tokens
+        print(f"| `{name}` | {ours:.6f} | {theirs:.6f} | {abs(ours - theirs):.1e} |", flush=True)
+
+
+async def score_windows(folder: Path) -> tuple[float, int, int]:
+    """Return the endpoint's nats, tokens and bytes of all documents of the eval `prose`."""
+    cases = load_evalset(Path("evalsets/prose")).cases
+    root = folder.parent
+    launch = engines.start_engine(build_candidate(folder), RESOURCES, evals=EVALS, root=root, logs=root / "logs")
+    async with launch as (_, client):
+        frame = await read_frame(client, folder)
+        texts = await client.tokenize([case.text for case in cases], add_special_tokens=False)
+        documents = [frame.frame_document(ids) for ids in texts]
+        size = SERVING.context_length
+        windows = [w for ids in documents for w in rolling_windows(ids, first=frame.first, max_tokens=size)]
+        scores = await client.score([window for window, _ in windows], top_logprobs=1)
+    nats = -math.fsum(float(x) for s, (_, n) in zip(scores, windows, strict=True) for x in s.token_logprobs[-n:])
+    return nats, sum(map(len, documents)), sum(len(case.text.encode()) for case in cases)
+
+
+def build_candidate(folder: Path) -> Candidate:
+    """Describe a checkpoint as the embedded engine serves it."""
+    return Candidate(name="made", checkpoint=read_checkpoint(folder, root=folder.parent), serving=SERVING, libraries={})
 
 
 async def serve(
     folder: Path, prompts: Sequence[list[dict[str, Any]]], documents: Sequence[list[int]]
 ) -> dict[str, Any]:
     """Answer and score by the embedded endpoint, all requests in flight at once."""
-    candidate = Candidate(
-        name="made", checkpoint=read_checkpoint(folder, root=folder.parent), serving=SERVING, libraries={}
-    )
     root = folder.parent
-    launch = engines.start_engine(candidate, RESOURCES, evals=EVALS, root=root, logs=root / "logs")
+    launch = engines.start_engine(build_candidate(folder), RESOURCES, evals=EVALS, root=root, logs=root / "logs")
     async with launch as (_, client):
         replies = await asyncio.gather(*(client.chat(p, max_tokens=SERVING.max_tokens) for p in prompts))
         scores = await client.score(documents, top_logprobs=1) if documents else []
@@ -153,7 +199,9 @@ def run_apart(script: str, python: str, job: dict[str, Any]) -> dict[str, Any] |
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
         command = [python, str(code), str(asked), str(result)]
         done = subprocess.run(command, cwd=temporary, env=environment, capture_output=True, text=True)
-        for line in dict.fromkeys(re.findall(r"(?:Using|Selected) \S+ for .*|Using .*backend.*", done.stdout + done.stderr)):
+        for line in dict.fromkeys(
+            re.findall(r"(?:Using|Selected) \S+ for .*|Using .*backend.*", done.stdout + done.stderr)
+        ):
             print(f"  {line}", file=sys.stderr)
         return find_error(done.stdout + done.stderr) if done.returncode else dict(json.loads(result.read_text()))
 
