@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.checkpoints import layer_shapes, load_model, load_tokenizer
@@ -30,6 +31,11 @@ TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=64, max_tokens=256, length_exponent=0.0)
 CACHES = {f"FP8_DYNAMIC+kv_{strategy}": strategy for strategy in ("tensor", "attn_head", "token")}
 NAMES = (*PRESETS, *CACHES)
+WRITERS = ["re:.*o_proj", "re:.*down_proj"]  # layers that write to the residual stream
+MIXES: dict[str, dict[str, Any]] = {  # `make` alone knows them
+    "W4A16, W8A16 by rules": {"scheme": "W4A16", "rules": [{"layers": WRITERS, "scheme": "W8A16"}]},
+    "W8A8, some layers left": {"scheme": "W8A8", "exclude": ["lm_head", *WRITERS]},
+}
 
 
 def main() -> None:
@@ -60,11 +66,12 @@ def main() -> None:
 
 def make(source: Path, target: Path, name: str) -> tuple[int, int]:
     """Quantise a checkpoint; return the bytes of its quantised layers, and how many weights they have."""
-    scheme = name.partition("+")[0]
+    mix = MIXES.get(name) or {"scheme": name.partition("+")[0]}
+    scheme = mix["scheme"]
     cache = KvCache.model_validate({"dtype": "fp8", "strategy": CACHES[name]}) if name in CACHES else None
     needs_texts = PRESETS[scheme].needs_calibration or (cache is not None and not cache.resolve().dynamic)
     calibration = CALIBRATION if needs_texts else None
-    step = QuantizeStep(kind="quantize", scheme=scheme, kv_cache=cache, calibration=calibration)
+    step = QuantizeStep.model_validate({"kind": "quantize", "kv_cache": cache, "calibration": calibration, **mix})
     result = quantize(source, target, step=step, calibration_set=load_evalset(TEXTS))
     asked = [layer for layer in result.coverage if layer.asked and not layer.format.startswith("kv-")]
     shapes = layer_shapes(source)
