@@ -3,8 +3,9 @@
 Runs `python -m lm_eval --model hf` on the folder of every candidate (or of those named) for the
 likelihood evals of params.yaml, which are also lm-eval tasks: `<evalset>/<eval>.yaml`. Its bits per byte,
 as nat per token, must agree with the endpoint's records within 1e-5, and every multiple-choice
-question must be judged alike. Proves that windows, prefix token, split of context and answer, and the
-log-likelihoods themselves are those of lm-eval, and that the folder holds what was evaluated.
+question must be judged alike. Where inputs are rounded while it runs, it is 1e-3, and 99 % of the
+questions. Proves that windows, prefix token, split of context and answer, and the log-likelihoods
+themselves are those of lm-eval, and that the folder holds what was evaluated.
 
 Not for a checkpoint whose tokenizer adds BOS or EOS by itself: there lm-eval counts the probability of a second BOS,
 and takes the first token of an answer for one of its question.
@@ -23,14 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.products.params import find_owner, load_params
+from pipeline.products.text.checkpoints import read_config
+from pipeline.products.text.schemes import unpacks_to_bfloat16
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import HarnessEval, PerplexityEval, TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
+from pipeline.records.fingerprints import find_difference
 from pipeline.records.record_files import read_record
+from pipeline.running.hub import locate_checkpoint
 
 TASKS = Path("evalsets")  # lm-eval looks for task files in all folders below; it skips the cards
 BATCH_SIZE = 16
-MAX_DIFFERENCE_NATS = 1e-5  # per token, in float32; a looser bound would take one INT4 candidate for another
+# nats a token in float32, and share of questions; a looser bound would take one INT4 candidate for another
+LIMITS = (1e-5, 0.0)
+# where inputs are rounded while it runs, sums in another order move some across a step
+ROUNDED_LIMITS = (1e-3, 0.01)
 
 
 def main() -> int:
@@ -50,8 +58,14 @@ def compare(name: str, product: TextProduct) -> bool:
     """Run lm-eval on one candidate's folder and tell whether its numbers are ours."""
     candidate = read_candidate(product.build, name, product)
     folder = product.build / "evaluations" / name
-    if read_record(folder / "evaluation.json", Evaluation).fingerprint != candidate.fingerprint:
-        sys.exit(f"{folder}: expected the evaluation of the candidate as it is now; run `dvc repro`")
+    served_by = read_record(folder / "evaluation.json", Evaluation).served_by
+    if difference := find_difference(candidate.facts, served_by):
+        sys.exit(f"{folder}: {difference.field}: expected that of the candidate as it is now; run `dvc repro`")
+    settings = read_config(locate_checkpoint(candidate.checkpoint.path, Path())).get("quantization_config") or {}
+    if candidate.serving.dtype != "bfloat16" and unpacks_to_bfloat16(settings):
+        print(f"{name}: not compared: transformers unpacks it into bfloat16 alone, it was served in another type")
+        return True
+    limits = ROUNDED_LIMITS if candidate.checkpoint.rounded else LIMITS
     evals = {e: s for e, s in product.evals.items() if isinstance(s, PerplexityEval | HarnessEval)}
     tasks = {e: s.task if isinstance(s, HarnessEval) else e for e, s in evals.items()}
     results, samples = run_lm_eval(candidate, list(tasks.values()))
@@ -59,13 +73,13 @@ def compare(name: str, product: TextProduct) -> bool:
     for eval_name, task in tasks.items():
         records = read_cases(folder / f"{eval_name}.jsonl")
         if isinstance(evals[eval_name], PerplexityEval):
-            agrees &= compare_likelihood(f"{name} {eval_name}", records, results[task]["bits_per_byte,none"])
+            agrees &= compare_likelihood(f"{name} {eval_name}", records, results[task]["bits_per_byte,none"], limits[0])
         else:
-            agrees &= compare_answers(f"{name} {eval_name}", records, samples[task])
+            agrees &= compare_answers(f"{name} {eval_name}", records, samples[task], limits[1])
     return agrees
 
 
-def compare_likelihood(title: str, records: list[CaseRecord], bits_per_byte: float) -> bool:
+def compare_likelihood(title: str, records: list[CaseRecord], bits_per_byte: float, limit: float) -> bool:
     """Compare the mean negative log-likelihood of a token."""
     num_tokens = math.fsum(r.scores["num_tokens"] for r in records)
     ours = math.fsum(r.scores["nll_nats"] for r in records) / num_tokens
@@ -75,10 +89,10 @@ def compare_likelihood(title: str, records: list[CaseRecord], bits_per_byte: flo
         f"({len(records)} documents, {num_tokens:.0f} tokens)",
         flush=True,
     )
-    return abs(ours - theirs) < MAX_DIFFERENCE_NATS
+    return abs(ours - theirs) < limit
 
 
-def compare_answers(title: str, records: list[CaseRecord], samples: list[dict[str, Any]]) -> bool:
+def compare_answers(title: str, records: list[CaseRecord], samples: list[dict[str, Any]], limit: float) -> bool:
     """Compare the judgement of every question."""
     ours = [r.scores["accuracy"] for r in records]
     theirs = [float(s["acc"]) for s in sorted(samples, key=lambda s: s["doc_id"])]
@@ -88,7 +102,7 @@ def compare_answers(title: str, records: list[CaseRecord], samples: list[dict[st
         f"{num_different} of {len(ours)} questions judged differently",
         flush=True,
     )
-    return num_different == 0
+    return num_different <= limit * len(ours)
 
 
 def run_lm_eval(candidate: Candidate, tasks: list[str]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:

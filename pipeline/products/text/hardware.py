@@ -1,7 +1,8 @@
 """What vLLM does with a scheme on a machine: it runs as asked, leaves inputs as they are, or has no kernel.
 
 A look-up by the compute capability of NVIDIA GPUs, for warnings before any work. What ran, the engine itself is asked.
-Sources: the pages on FP8, INT8 and INT4 in vLLM's documentation, and its pull request 49376 on NVFP4.
+Sources: the pages on FP8, INT8 and INT4 in vLLM's documentation, its pull request 49376 on NVFP4, and for the CPU what
+release 0.32 loaded and refused (`python -m benchmarks.scheme_equality --vllm PYTHON`).
 Not covered: GPUs of other makers, and mixtures of experts, whose kernels are others.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.products.text.checkpoints import read_config
-from pipeline.products.text.schemes import Scheme, read_format
+from pipeline.products.text.schemes import NumberFormat, Scheme, read_format
 from pipeline.products.text.settings import CandidateSettings, QuantizeStep, TextProduct, VllmEngine
 from pipeline.running.hub import locate_checkpoint
 
@@ -30,9 +31,7 @@ def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
     """
     inputs, weights = scheme.input_activations, scheme.weights
     if gpu is None:
-        # eight bits with integer inputs, four with inputs as they are
-        has_kernel = weights.num_bits == 8 and inputs.type == "int" if inputs else weights.num_bits == 4
-        return RUNS if weights.type == "int" and has_kernel else NO_KERNEL
+        return RUNS if _runs_on_cpu(weights, inputs) else NO_KERNEL
     if gpu < _TURING:
         return NO_KERNEL
     if inputs is None:
@@ -42,6 +41,14 @@ def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
     if weights.type == "int":
         return RUNS if gpu == _HOPPER else NO_KERNEL
     return RUNS if gpu >= (_BLACKWELL if inputs.scale_dtype else _ADA) else FALLS_BACK
+
+
+def _runs_on_cpu(weights: NumberFormat, inputs: NumberFormat | None) -> bool:
+    """Whether vLLM runs it on x86: four bits alone, eight with inputs of the same type, floats with a scale a row."""
+    if inputs is None:
+        return weights.type == "int" and weights.num_bits == 4
+    is_plain = weights.num_bits == 8 and weights.type == inputs.type and weights.scale_dtype is None
+    return is_plain and (weights.type == "int" or weights.strategy == "channel")
 
 
 def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, ...]) -> list[str]:
