@@ -44,11 +44,12 @@ def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
 
 
 def _runs_on_cpu(weights: NumberFormat, inputs: NumberFormat | None) -> bool:
-    """Whether vLLM runs it on x86: four bits alone, eight with inputs of the same type, floats with a scale a row."""
+    """Whether vLLM runs it on x86: integers with integer inputs, four bits alone, floats of 8 bits with a scale a row."""
     if inputs is None:
         return weights.type == "int" and weights.num_bits == 4
-    is_plain = weights.num_bits == 8 and weights.type == inputs.type and weights.scale_dtype is None
-    return is_plain and (weights.type == "int" or weights.strategy == "channel")
+    if weights.type != inputs.type:
+        return False
+    return weights.type == "int" or (weights.num_bits == 8 and weights.strategy == "channel")
 
 
 def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, ...]) -> list[str]:

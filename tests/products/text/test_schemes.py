@@ -199,6 +199,7 @@ def test_what_is_rounded_while_it_runs_is_read_from_config_json() -> None:
         ("FP8_DYNAMIC", None, RUNS),
         ("FP8", None, NO_KERNEL),
         ("W4AFP8", None, NO_KERNEL),
+        ("W4A8", None, RUNS),
         ("NVFP4", (9, 0), FALLS_BACK),
         ("NVFP4", (10, 0), RUNS),
         ("NVFP4A16", (9, 0), RUNS),
