@@ -44,7 +44,7 @@ def predict_run(scheme: Scheme, gpu: Capability | None) -> str:
 
 
 def _runs_on_cpu(weights: NumberFormat, inputs: NumberFormat | None) -> bool:
-    """Whether vLLM runs it on x86: integers with integer inputs, four bits alone, floats of 8 bits with a scale a row."""
+    """Whether vLLM runs it on x86: integers with integer inputs, four bits alone, 8-bit floats with a scale a row."""
     if inputs is None:
         return weights.type == "int" and weights.num_bits == 4
     if weights.type != inputs.type:
