@@ -28,10 +28,12 @@ import stages.gate
 import stages.optimize
 import stages.release
 import stages.track
+from pipeline.products.params import load_params
 from pipeline.products.text.serving import client as client_module
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import write_text
-from pipeline.records.record_files import write_record
+from pipeline.records.likeness import Likeness
+from pipeline.records.record_files import read_record, write_record
 from stages.cli import run_stage
 from tests.fakes.fake_vllm import Answer, make_handler, score
 from tests.fakes.tiny_llama import write_documents
@@ -341,9 +343,17 @@ def test_results_of_candidates_that_are_timed_no_more_are_removed(
     assert stages.benchmark.main(["agent"]) == 0
     assert list(folder.iterdir()) == []
     shutil.rmtree(folder)
-    for product in ("agent", "shots", "people", "upscaler"):
+    for product in ("agent", "people", "upscaler"):
         assert stages.benchmark.main([product]) == 0
         assert list((project / "build" / product / "benchmarks").iterdir()) == []
+
+
+def test_pictures_that_are_not_there_are_refused_candidate_by_candidate(project: Path) -> None:
+    write_text(project / "build/shots/benchmarks/gone.json", "{}")
+    assert stages.benchmark.main(["shots"]) == 0
+    written = [read_record(path, Likeness) for path in (project / "build/shots/benchmarks").iterdir()]
+    assert {one.name for one in written} == set(load_params().products["shots"].candidates) - {"shots"}
+    assert all(one.refusal and not one.evals for one in written)
 
 
 STAGES_OF_A_CANDIDATE = (stages.optimize, stages.evaluate)

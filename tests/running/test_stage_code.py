@@ -138,7 +138,7 @@ def copy(tmp_path: Path) -> Path:
     [
         ("pipeline/products/images/rendering.py", {("optimize", "images"), ("evaluate", "images")}),
         ("pipeline/products/images/steps.py", {("optimize", "images")}),
-        ("pipeline/products/images/scoring.py", {("evaluate", "images")}),
+        ("pipeline/products/images/scoring.py", {("evaluate", "images"), ("benchmark", "images")}),
         ("pipeline/products/vision/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
         ("pipeline/products/text/optimize/quantize.py", {("optimize", "text")}),
         ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),

@@ -51,7 +51,8 @@ def test_a_full_card_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(llm_compressor, "run_recipe", run_recipe)
     log, plan = StepLog("gptq"), LayerPlan(asked={}, excluded={}, schemes={})
+    step = QuantizeStep(kind="quantize", scheme="W8A8")
     with pytest.raises(QuantizationError, match=r"max_tokens") as caught:
-        _run(None, None, QuantizeStep(kind="quantize", scheme="W8A8"), plan, log, samples=[], destination=tmp_path)
+        _run(torch.nn.Module(), None, step, plan, log, samples=[], destination=tmp_path)
     assert "quantising: out of memory on GPU 0: 2.00 GiB needed, 1.00 GiB of 79.11 GiB free; " in str(caught.value)
     assert "\n" not in str(caught.value)
