@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,13 @@ def test_a_folder_that_loads_as_another_scheme_is_refused(folder: Path, monkeypa
 
 
 def test_what_multiplied_is_counted_and_an_emulation_is_named(folder: Path) -> None:
-    ran = {}
+    ran: dict[str, Any] = {}
     for scheme in (INT8, DYNAMIC):
         made = Path(shutil.copytree(folder, folder.with_name(scheme)))
         quantize.run_quantize(made, PLAIN, step=make_step(scheme, exclude=["re:.*emb"]))
         pipe = load_pipeline(made, PLAIN)
         one_step = PLAIN.model_copy(update={"num_inference_steps": 1})
-        ran[scheme] = kernels.count_products(
-            pipe.unet, lambda pipe=pipe, one_step=one_step: make_latents(pipe, PROMPTS, one_step)
-        )
+        ran[scheme] = kernels.count_products(pipe.unet, partial(make_latents, pipe, PROMPTS, one_step))
     assert kernels.count_products(load_pipeline(folder, PLAIN).unet, list) is None
     num = sum("emb" not in layer for layer in list_layers())
     assert [counts["num_layers"] for counts in ran.values()] == [num, num]
