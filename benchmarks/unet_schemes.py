@@ -4,7 +4,7 @@
 
 Makes a candidate of the reference for each scheme of the step `quantize`, with everything else in float32 and in
 bfloat16, and one in bfloat16 alone. Renders all prompts of the product, and judges each as if it were released alone.
-Prints a row of Markdown each. The time of a step is a sum over the run, beside whatever else ran.
+Prints a row of Markdown each. The time of a step is a sum over the run, beside whatever else ran. The megabytes are those of the U-Net's file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def format_row(compared: ReleaseComparison, name: str, eval_name: str) -> str:
     found = {c.metric: c for c in verdict.comparisons if c.bucket is None}
     mean, clip = (found[f"{eval_name}/{metric}"].candidate for metric in ("reference_ssim", "clip_similarity"))
     lowest = min(record.scores[LIKENESS_SCORE] for record in findings.pairs[eval_name].candidate)
-    others = sorted(c.metric for c in found.values() if c.outcome != "pass")
+    others = sorted(c.metric for c in found.values() if c.outcome in ("fail", "inconclusive"))
     products = (notes.get("quantized") or {}).get("num_integer_products", "")
     why = f" ({', '.join(others)})" if others else ""
     numbers = f"{num_bytes / 1e6:.2f} | {products} | {notes['step_ms_per_image']:.2f} | {mean:.4f} | {lowest:.4f}"

@@ -67,8 +67,9 @@ def _describe_quantized(step: Mapping[str, Any]) -> str:
     before, after = made["num_bytes_before"], made["num_bytes_after"]
     return (
         f"{escape_markdown(step['scheme'])}: the {step['part']} takes {after / 1e6:.2f} MB on disk instead of "
-        f"{before / 1e6:.2f} ({1 - after / before:.0%} less). Read back, the weight that moved furthest "
-        f"({escape_markdown(made['worst_layer'])}) moved by {made['worst_error']:.2f} of what its format explains."
+        f"{before / 1e6:.2f} ({1 - after / before:.0%} less). Read back, no weight is further from its source than its "
+        f"format explains; the furthest, in {escape_markdown(made['worst_layer'])}, takes {made['worst_error']:.0%} of "
+        "that."
     )
 
 
