@@ -39,16 +39,21 @@ class ImagesKind:
 
     def list_inputs(self, product: ImagesProduct, root: Path) -> Inputs:
         """Return the prompts, CLIP and the reference's weights, which all candidates are built and judged by."""
-        from pipeline.products.images.preflight import digest_material
+        from pipeline.products.images.preflight import digest_material, read_torchao
 
         shared = digest_material(product, root) | {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "serving": product.serving.model_dump(mode="json"),
         }
-        optimize = {name: shared | candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
+        # which quantises, and reads what is quantised whenever it is loaded
+        torchao = {name: read_torchao() for name, candidate in product.candidates.items() if candidate.quantize}
+        optimize = {
+            name: shared | candidate.model_dump(mode="json") | torchao.get(name, {})
+            for name, candidate in product.candidates.items()
+        }
         shared = shared | {"reference": product.reference}
         traced = {name: {"trace": True} for name, candidate in product.candidates.items() if candidate.trace}
-        evaluate = {name: shared | traced.get(name, {}) for name in product.candidates}
+        evaluate = {name: shared | traced.get(name, {}) | torchao.get(name, {}) for name in product.candidates}
         return Inputs(optimize, evaluate, {"reference": product.reference})
 
     def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:

@@ -19,7 +19,7 @@ from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.steps import STEPS
-from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate
+from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate, LayerCoverage
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
 from pipeline.records.serving import PipelineServing
@@ -68,22 +68,26 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
     if any(step.rewrites_weights for step in settings.steps):
         folder = working / "checkpoint"
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("README.md", "card.json", "*.png"))
-    records, fallbacks = _apply_steps(name, product, folder, root)
+    records, fallbacks, coverage = _apply_steps(name, product, folder, root)
     if folder != source:
         made = read_pipeline_checkpoint(folder, root=root, parent_digest=checkpoint.digest)
         changed = {file for file, digest in made.files.items() if checkpoint.files.get(file) != digest}
         check_finite(iterate_weights(folder, changed), where=folder)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
-    versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
-    return BuiltCandidate(name=name, checkpoint=checkpoint, steps=records, fallbacks=fallbacks, libraries=versions)
+    libraries = LIBRARIES + ("torchao",) * (settings.quantize is not None)
+    versions = {library: importlib.metadata.version(library) for library in libraries}
+    return BuiltCandidate(
+        name=name, checkpoint=checkpoint, steps=records, coverage=coverage, fallbacks=fallbacks, libraries=versions
+    )
 
 
 def _apply_steps(
     name: str, product: ImagesProduct, folder: Path, root: Path
-) -> tuple[tuple[dict[str, Any], ...], tuple[Fallback, ...]]:
-    """Apply a candidate's steps, to its copy of the pipeline where it has one; return their records, and fallbacks."""
+) -> tuple[tuple[dict[str, Any], ...], tuple[Fallback, ...], tuple[LayerCoverage, ...]]:
+    """Apply a candidate's steps, to its copy of the pipeline where it has one; return records, fallbacks, coverage."""
     serving, records = sample_plainly(product), []
     fallbacks: list[Fallback] = []
+    coverage: tuple[LayerCoverage, ...] = ()
     for i, step in enumerate(product.candidates[name].steps):
         more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
         where = f"candidates.{name}.steps.{i}"
@@ -95,8 +99,9 @@ def _apply_steps(
         changes = {"serving": _list_changes(serving, done.serving)}
         records.append(step.model_dump(mode="json") | done.record | changes)
         fallbacks += done.fallbacks
+        coverage += done.coverage
         serving = done.serving
-    return tuple(records), tuple(fallbacks)
+    return tuple(records), tuple(fallbacks), coverage
 
 
 def load_prompts(product: ImagesProduct, root: Path) -> list[Prompt]:

@@ -30,6 +30,7 @@ from pipeline.products.images.other_seeds import Drawn, choose_other_seeds, meas
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
 from pipeline.products.images.workers import (
     RenderSetup,
+    count_products,
     measure_decode_mib,
     read_facts,
     render_batch,
@@ -125,6 +126,8 @@ def _run_eval(
     notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(measure_decode_mib, candidate.serving.batch_size).result(), 2)
     }
+    if candidate.coverage:
+        notes["quantized"] = pool.submit(count_products, *batches[0]).result()
     if again:
         by_id = {case.id: case for case in evalset.cases}
         pairs = [(_find_drawn(journal, by_id[case.id]), _find_drawn(journal, case)) for case in again]

@@ -12,9 +12,11 @@ from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import PromptCase
 from pipeline.evalsets.checks import check_buckets, load_kind
-from pipeline.products.images.folders import ImageShape, open_pipeline, read_shape
-from pipeline.products.images.settings import GuidanceStep, ImagesProduct, VaeTilingStep
+from pipeline.products.images.folders import ImageShape, open_pipeline, read_part, read_shape
+from pipeline.products.images.layer_patterns import choose_layers, list_stored_matrices
+from pipeline.products.images.settings import GuidanceStep, ImagesProduct, QuantizeStep, VaeTilingStep
 from pipeline.running.kept_digests import digest_once
+from pipeline.running.weight_folders import read_config_file
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
@@ -56,6 +58,8 @@ def check_images(product: ImagesProduct, root: Path) -> None:
                 _check_categories(where, step, buckets, cases)
             elif isinstance(step, VaeTilingStep):
                 _check_tiles(where, step, shape)
+            elif isinstance(step, QuantizeStep):
+                _check_layers(where, step, root / candidate.checkpoint)
 
 
 def _read_shape(product: ImagesProduct, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
@@ -82,6 +86,21 @@ def _check_tiles(where: str, step: VaeTilingStep, shape: ImageShape) -> None:
         )
 
 
+def _check_layers(where: str, step: QuantizeStep, folder: Path) -> None:
+    """Refuse a part that is quantised already, and patterns that name none of its layers, by its headers alone."""
+    config = folder / step.part / "config.json"
+    if "quantization_config" in read_config_file(
+        config, f"the config of component {step.part!r}", if_missing="mend it"
+    ):
+        raise SettingsError(
+            f"{where}: expected float weights to quantise, {config} has a quantization_config; name the float pipeline"
+        )
+    try:
+        choose_layers(list_stored_matrices(read_part(folder / step.part)), step.exclude)
+    except SettingsError as error:
+        raise SettingsError(f"{where}.{error}" if str(error).startswith("exclude") else f"{where}: {error}") from None
+
+
 def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: Sequence[PromptCase]) -> None:
     for category in step.by_category:
         if category not in buckets:
@@ -102,8 +121,19 @@ def digest_material(product: ImagesProduct, root: Path) -> dict[str, Any]:
     folders = [folder for e in product.evals.values() for folder in (e.evalset, e.clip)]
     folders.append(product.candidates[product.reference].checkpoint)
     notes = frozenset({"README.md"})
+    return {
+        "folders": {f: digest_once(root / f, root=root, ignore=notes) for f in folders},
+        "diffusers": _read_version("diffusers"),
+    }
+
+
+def read_torchao() -> dict[str, str]:
+    """Return the version of torchao, which quantised candidates depend on."""
+    return {"torchao": _read_version("torchao")}
+
+
+def _read_version(library: str) -> str:
     try:
-        diffusers = version("diffusers")
+        return version(library)
     except PackageNotFoundError:
-        diffusers = "absent"
-    return {"folders": {f: digest_once(root / f, root=root, ignore=notes) for f in folders}, "diffusers": diffusers}
+        return "absent"

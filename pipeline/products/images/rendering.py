@@ -113,7 +113,8 @@ def _check_complete(folder: Path, pipe: Any) -> None:
 
     Tied weights are stored once; where a library renames tensors, as many are unknown as seem to be missing.
     """
-    for part, stored in open_pipeline(folder).items():
+    for part, tensors in open_pipeline(folder).items():
+        stored = {_name_weight(name) for name in tensors}
         state = getattr(pipe, part).state_dict()
         held = {state[name].data_ptr() for name in stored if name in state and not state[name].is_meta}
         missing = [
@@ -126,6 +127,12 @@ def _check_complete(folder: Path, pipe: Any) -> None:
                 f"{folder / part}: expected the tensor {missing[0]!r}, found none of "
                 f"that name; {len(missing)} are missing: save the component again"
             )
+
+
+def _name_weight(stored: str) -> str:
+    """Return the name of the weight that a stored tensor is a part of, as torchao writes quantised ones."""
+    layer, _, key = stored.rpartition(".")
+    return f"{layer}.weight" if key.startswith("_weight_") else stored
 
 
 @torch.inference_mode()

@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.records.evaluations import CaseRecord, Fallback
+from pipeline.records.evaluations import CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import PipelineServing
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The serving config after a step, what else is worth recording, and where something else was done than asked."""
+    """The serving config after a step, what else is worth recording, and where something else was done than asked.
+
+    `coverage` is the format of each layer, of a step that quantises.
+    """
 
     serving: PipelineServing
     record: dict[str, Any] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
+    coverage: tuple[LayerCoverage, ...] = ()
 
 
 @dataclass(frozen=True)

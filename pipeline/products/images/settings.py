@@ -24,6 +24,9 @@ from pipeline.settings.base import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# torchao's names of what diffusers' TorchAoConfig takes, and a CPU can run: `Float8DynamicActivationFloat8WeightConfig`
+# needs a GPU, and `Int4WeightOnlyConfig` a library that has no CPU build
+QuantizeScheme = Literal["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
 SAMPLE_MAX = 1.0  # the schedulers' own default
 
 
@@ -31,7 +34,7 @@ class PipelineStep(Settings):
     """A step of a pipeline."""
 
     renders_prompts: ClassVar[bool] = False  # it draws prompts of the first eval while the candidate is built
-    rewrites_weights: ClassVar[bool] = False  # no step may stand before it
+    rewrites_weights: ClassVar[bool] = False  # no step that does not may stand before it
 
 
 class VaePrecisionStep(PipelineStep):
@@ -57,6 +60,27 @@ class VaeRangeFixStep(PipelineStep):
     num_prompts: int = Field(default=32, ge=4)  # at most, from all over the eval, whose latents are measured
     min_headroom: float = Field(default=2.0, ge=0)  # powers of two below the largest float16, in every module
     max_difference: float = Field(default=1e-3, gt=0)  # of the float32 output, whose range is -1 to 1
+
+
+class QuantizeStep(PipelineStep):
+    """The linear layers of a part in 8 bits, by diffusers' TorchAoConfig: a scale for each row of a weight."""
+
+    rewrites_weights = True
+    kind: Literal["quantize"]
+    part: Literal["unet"] = "unet"  # diffusers quantises parts of its own; a pipeline with a transformer is refused
+    scheme: QuantizeScheme
+    dtype: Dtype = "float32"  # of everything else of the part, and of the text encoders, as `unet_precision` says it
+    exclude: list[Annotated[str, Field(min_length=1)]] = []  # linear layers that stay float: exact, or "re:<regex>"
+
+    @property
+    def number_format(self) -> Literal["int8", "float8_e4m3fn"]:
+        """The format of weights."""
+        return "float8_e4m3fn" if self.scheme.startswith("Float8") else "int8"
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """The input of a layer is rounded to that format too, a scale a token."""
+        return "DynamicActivation" in self.scheme
 
 
 class ChannelsLastStep(PipelineStep):
@@ -97,7 +121,13 @@ class VaeTilingStep(PipelineStep):
 
 
 ImageStep = Annotated[
-    VaePrecisionStep | UnetPrecisionStep | VaeRangeFixStep | ChannelsLastStep | GuidanceStep | VaeTilingStep,
+    VaePrecisionStep
+    | UnetPrecisionStep
+    | VaeRangeFixStep
+    | QuantizeStep
+    | ChannelsLastStep
+    | GuidanceStep
+    | VaeTilingStep,
     Field(discriminator="kind"),
 ]
 
@@ -108,6 +138,11 @@ class ImageCandidateSettings(Settings):
     checkpoint: str
     steps: list[ImageStep]
     trace: Trace = False
+
+    @property
+    def quantize(self) -> QuantizeStep | None:
+        """The step that quantises; None where there is none."""
+        return next((step for step in self.steps if isinstance(step, QuantizeStep)), None)
 
 
 class ServingSettings(Settings):
@@ -161,9 +196,20 @@ def find_image_problems(product: ImagesProduct) -> list[str]:
 def _step_problems(steps: list[ImageStep]) -> list[str]:
     problems = find_repeated_steps(steps)
     problems += [
-        f"steps.{i}: expected {step.kind} to be the first step, found {steps[0].kind} before it; it rewrites weights, "
+        f"steps.{i}: expected {step.kind} to be the first step, found {before[0].kind} before it; it rewrites weights, "
         "which must be final: move it to the front"
         for i, step in enumerate(steps)
-        if step.rewrites_weights and i
+        if step.rewrites_weights and (before := [other for other in steps[:i] if not _may_precede(other, step)])
+    ]
+    problems += [
+        f"steps.{i}: expected no unet_precision beside quantize, which says by its dtype in which format everything "
+        "else runs; remove it"
+        for i, step in enumerate(steps)
+        if isinstance(step, UnetPrecisionStep) and any(isinstance(other, QuantizeStep) for other in steps)
     ]
     return problems + find_window_problems(steps)
+
+
+def _may_precede(step: ImageStep, other: ImageStep) -> bool:
+    """Say whether a step may stand before one that rewrites weights: a range is measured in float32."""
+    return step.rewrites_weights and isinstance(other, QuantizeStep)

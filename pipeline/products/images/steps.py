@@ -1,7 +1,7 @@
 """The steps that change how a pipeline is run: number formats, memory format, guidance, tiling.
 
 Each takes the pipeline folder, which it leaves as it is, and the serving config so far, and returns the new one. The
-step that rewrites weights is `vae_range_fix.py`, the one that measures first is `channels_last.py`.
+steps that rewrite weights are `vae_range_fix.py` and `quantize.py`, the one that measures first is `channels_last.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipeline.products.images.channels_last import run_channels_last
 from pipeline.products.images.results import StepResult
 from pipeline.products.images.settings import (
     GuidanceStep,
+    QuantizeStep,
     UnetPrecisionStep,
     VaePrecisionStep,
     VaeTilingStep,
@@ -71,10 +72,18 @@ def run_vae_tiling(folder: Path, serving: PipelineServing, *, step: VaeTilingSte
     return StepResult(serving.model_copy(update={"tiling": Tiling(**step.model_dump(exclude={"kind"}))}))
 
 
+def run_quantize(folder: Path, serving: PipelineServing, *, step: QuantizeStep) -> StepResult:
+    """Store linear layers in 8 bits; torchao is imported for this alone."""
+    from pipeline.products.images import quantize
+
+    return quantize.run_quantize(folder, serving, step=step)
+
+
 STEPS: dict[str, Callable[..., StepResult]] = {
     "vae_precision": run_vae_precision,
     "unet_precision": run_unet_precision,
     "vae_range_fix": run_vae_range_fix,
+    "quantize": run_quantize,
     "channels_last": run_channels_last,
     "guidance": run_guidance,
     "vae_tiling": run_vae_tiling,

@@ -88,6 +88,23 @@ def trace_batch(batch: Sequence[PromptCase], category: str | None, path: Path) -
         decode_latents(loaded.pipe.vae, latents.values, one_step.tiling)
 
 
+def count_products(batch: Sequence[PromptCase], category: str | None) -> dict[str, Any] | None:
+    """Return what multiplied the quantised layers in a denoising step of a batch; None where there are none.
+
+    Args:
+        batch: cases that share a guidance.
+        category: the bucket that has this guidance, None for the candidate's own.
+    """
+    from pipeline.products.images import kernels
+    from pipeline.products.images.rendering import Prompt, make_latents
+
+    loaded: Loaded = get_loaded()
+    one_step = loaded.candidate.serving.model_copy(update={"num_inference_steps": 1})
+    prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
+    with _explain_batch(loaded, len(batch)):
+        return kernels.count_products(loaded.pipe.unet, lambda: make_latents(loaded.pipe, prompts, one_step))
+
+
 def read_facts() -> dict[str, Any]:
     """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
     facts: dict[str, Any] = get_loaded().facts

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
-from pipeline.products.images.findings.decoder import explain_unsound
+from pipeline.products.images.findings.decoder import explain_emulation, explain_unsound
 from pipeline.products.images.findings.likeness import add_likeness
 from pipeline.products.images.metrics import LIKENESS_SCORE
 from pipeline.products.images.serving import read_image_candidate
@@ -52,6 +52,8 @@ class ImagesAuditor(Auditor[ImagesProduct]):
         eval_name: str,
         product: ImagesProduct,
     ) -> None:
-        """Add why images are not sound."""
+        """Add why images are not sound, and that 8 bits were emulated."""
         if why := explain_unsound(evidence, eval_name):
             findings.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
+        if why := explain_emulation(evidence, eval_name):
+            findings.add_note(f"quantize: {eval_name}: {why}", ReasonKind.LIMIT)

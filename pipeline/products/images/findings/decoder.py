@@ -17,6 +17,17 @@ def read_notes(evidence: Evidence, eval_name: str) -> dict[str, Any]:
     return dict(json.loads((evidence.folder / f"{eval_name}.json").read_text(encoding="utf-8")))
 
 
+def explain_emulation(evidence: Evidence, eval_name: str) -> str | None:
+    """Say that 8 bits were emulated; None where a kernel multiplied them, or weights alone are in 8 bits."""
+    ran = read_notes(evidence, eval_name).get("quantized")
+    if not ran or not ran["rounds_inputs"] or ran["num_integer_products"] >= ran["num_calls"]:
+        return None
+    return (
+        f"emulated: of {ran['num_calls']} calls of layers in INT8 {ran['num_integer_products']} ran in an INT8 kernel: "
+        "the time of a step says nothing"
+    )
+
+
 def read_decoder(evidence: Evidence, eval_name: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of the decoder's modules in one eval."""
     return dict(read_notes(evidence, eval_name)["decoder"])

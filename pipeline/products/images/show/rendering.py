@@ -1,4 +1,4 @@
-"""What the report says of how a candidate draws: files that differ, what rendering cost, what a range fix proved."""
+"""What the report says of how a candidate draws: files that differ, what rendering cost, what steps proved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_files(evidence: Evidence, reference: Evidence) -> str:
 
 
 def build_rendering_blocks(evidence: Evidence) -> list[Block]:
-    """Say what rendering cost, and what a range fix proved, one sentence or two each."""
+    """Say what rendering cost, what ran in 8 bits, and what a range fix proved, one sentence or two each."""
     lines: list[Block] = []
     for eval_name in evidence.records:
         notes = read_notes(evidence, eval_name)
@@ -42,11 +42,15 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
             f"and a process {notes['peak_memory_mib']:.0f} MiB{on_gpu}."
         )
+        if ran := notes.get("quantized"):
+            lines.append(_describe_products(eval_name, ran))
         if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):
             lines.append(
                 f"{eval_name}: {cut} prompts are longer than the tokenizer's limit; what is beyond it was not drawn."
             )
     for step in evidence.candidate.steps:
+        if "quantized" in step:
+            lines.append(_describe_quantized(step))
         if "proof" in step:
             lines += [_describe_proof(step["proof"]), _list_headroom(step["proof"])]
         lines += [
@@ -56,6 +60,25 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             if m["decision"] == "keep"
         ]
     return lines
+
+
+def _describe_quantized(step: Mapping[str, Any]) -> str:
+    made = step["quantized"]
+    before, after = made["num_bytes_before"], made["num_bytes_after"]
+    return (
+        f"{escape_markdown(step['scheme'])}: the {step['part']} takes {after / 1e6:.2f} MB on disk instead of "
+        f"{before / 1e6:.2f} ({1 - after / before:.0%} less). Read back, no weight is further from its source than its "
+        f"format explains; the furthest, in {escape_markdown(made['worst_layer'])}, takes {made['worst_error']:.0%} of "
+        "that."
+    )
+
+
+def _describe_products(eval_name: str, ran: Mapping[str, Any]) -> str:
+    """Say what multiplied the quantised layers in one step, as torch's profiler saw it."""
+    calls = f"{eval_name}: in one step {ran['num_layers']} quantised layers were called {ran['num_calls']} times"
+    if ran["rounds_inputs"]:
+        return f"{calls}; torch's profiler saw {ran['num_integer_products']} products of INT8 numbers."
+    return f"{calls}; their weights became floats for each product, which no INT8 or FP8 kernel ran."
 
 
 def _list_headroom(proof: Mapping[str, Any]) -> Folded:
