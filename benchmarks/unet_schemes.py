@@ -4,7 +4,8 @@
 
 Makes a candidate of the reference for each scheme of the step `quantize`, with everything else in float32 and in
 bfloat16, and one in bfloat16 alone. Renders all prompts of the product, and judges each as if it were released alone.
-Prints a row of Markdown each. The time of a step is a sum over the run, beside whatever else ran. The megabytes are those of the U-Net's file.
+Prints a row of Markdown each. The time of a step is a sum over the run, beside whatever else ran. The megabytes are
+those of the U-Net's file.
 """
 
 from __future__ import annotations

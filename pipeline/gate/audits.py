@@ -46,6 +46,22 @@ class CandidateFindings:
         """Add what decides nothing."""
         self.notes.append(Reason(kind=kind, text=text))
 
+    def judge_emulation(self, problem: str, name: str, product: Product, *, remedy: str) -> None:
+        """Mark a candidate whose number formats were not run as asked; a released one needs a reason.
+
+        Args:
+            problem: what was emulated or left out.
+            name: of the candidate.
+            product: says what is released, and why an emulation may be.
+            remedy: what would run them.
+        """
+        if name not in product.release:
+            self.add_note(problem, ReasonKind.LIMIT)
+        elif product.allow_emulated is not None:
+            self.add_note(f"{problem}; allowed, as {product.allow_emulated}", ReasonKind.LIMIT)
+        else:
+            self.refusals.append(f"{problem}; {remedy}, or say in allow_emulated why that will do")
+
 
 class Auditor(Protocol[A]):
     """What a kind of product knows of its candidates beside their scores; a kind derives from it.

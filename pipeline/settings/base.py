@@ -116,6 +116,8 @@ class Product(Settings):
     candidates: dict[str, Any]
     evals: dict[str, Any] = Field(min_length=1)
     gate: GateSettings
+    # why a candidate may be released whose number formats were only emulated, or left out, where it was evaluated
+    allow_emulated: Reason | None = None
 
     @property
     def build(self) -> Path:

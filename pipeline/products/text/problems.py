@@ -216,7 +216,11 @@ def _imitation_problems(product: TextProduct) -> list[str]:
     problems = []
     for name, candidate in product.candidates.items():
         steps = [(i, step) for i, step in enumerate(candidate.steps) if isinstance(step, QuantizeStep)]
-        if not candidate.engine.is_embedded or any(True for _, step in steps for _ in step.find_problems()):
+        if any(True for _, step in steps for _ in step.find_problems()):
+            continue
+        must_run = name in product.release and product.allow_emulated is None
+        if not candidate.engine.is_embedded:
+            problems += _unproven_problems(name, candidate.engine, [step for _, step in steps], must_run=must_run)
             continue
         for i, step in steps:
             small = next((s.weights.name for s in step.schemes if s.weights.scale_dtype), None)
@@ -225,11 +229,34 @@ def _imitation_problems(product: TextProduct) -> list[str]:
                     f"candidates.{name}.steps.{i}.scheme: expected serving.dtype bfloat16 or float32 with {small}, "
                     "which transformers unpacks into bfloat16, got float16; set it, or serve by vLLM"
                 )
-            rounded = [f"{s.input_activations.name} inputs" for s in step.schemes if s.input_activations]
-            rounded += [f"{step.kv_cache.resolve().name} keys and values"] if step.kv_cache else []
-            if rounded and name in product.release and product.allow_emulated is None:
+            if must_run and (rounded := _list_rounded(step)):
                 problems.append(f"release: {describe_imitation(name, rounded, product.serving.dtype)}")
     return problems
+
+
+def _unproven_problems(name: str, engine: EngineSettings, steps: list[QuantizeStep], *, must_run: bool) -> list[str]:
+    """Return what vLLM can't serve, and what would be released without proof that its numbers ran."""
+    if not isinstance(engine, VllmEngine):
+        return []
+    problems = [
+        f"candidates.{name}.steps: expected kv_cache.strategy tensor or attn_head, which vLLM serves, got 'token'; "
+        "set one, or serve by the embedded engine"
+        for step in steps
+        if step.kv_cache and step.kv_cache.strategy == "token"
+    ]
+    rounded = [number for step in steps for number in _list_rounded(step)]
+    if rounded and must_run and not engine.report_kernels:
+        problems.append(
+            f"release: expected proof that {' and '.join(dict.fromkeys(rounded))} of {name} run as asked; set "
+            f"candidates.{name}.engine.report_kernels, or say in allow_emulated why none is needed"
+        )
+    return problems
+
+
+def _list_rounded(step: QuantizeStep) -> list[str]:
+    """Return what else than weights a step rounds, by the formats' names."""
+    rounded = [f"{s.input_activations.name} inputs" for s in step.schemes if s.input_activations]
+    return rounded + ([f"{step.kv_cache.resolve().name} keys and values"] if step.kv_cache else [])
 
 
 def describe_imitation(name: str, rounded: Collection[str], dtype: str) -> str:

@@ -20,7 +20,7 @@ from pipeline.products.text.schemes import (
     has_free_groups,
 )
 from pipeline.records.benchmarks import Work
-from pipeline.settings.base import Eval, Product, Reason, Settings, Trace
+from pipeline.settings.base import Eval, Product, Settings, Trace
 
 
 class Calibration(Settings):
@@ -430,8 +430,6 @@ class TextProduct(Product):
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     benchmark: BenchmarkSettings
-    # why a candidate may be released whose numbers its engine only imitates in a wider type
-    allow_emulated: Reason | None = None
 
     @property
     def chat_evals(self) -> dict[str, ChatEval]:

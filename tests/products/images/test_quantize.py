@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, SettingsError
+from pipeline.gate.audits import CandidateFindings
 from pipeline.products.images import kernels, quantize
+from pipeline.products.images.findings import ImagesAuditor
 from pipeline.products.images.findings.decoder import explain_emulation
 from pipeline.products.images.folders import find_weights, read_part
 from pipeline.products.images.layer_patterns import choose_layers, list_stored_matrices
@@ -26,6 +29,7 @@ from pipeline.products.images.settings import ImagesProduct, QuantizeStep
 from pipeline.products.images.show.rendering import _describe_products
 from pipeline.products.params import load_params
 from pipeline.records.digests import digest_files
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.serving import PipelineServing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,6 +203,9 @@ def test_what_multiplied_is_counted_and_an_emulation_is_named(folder: Path) -> N
     assert f"{num} products of INT8 numbers" in _describe_products("shots", ran[DYNAMIC])
 
 
+RELEASES = [("a", None, "refused"), ("b", None, ReasonKind.LIMIT), ("a", "it was tried", ReasonKind.LIMIT)]
+
+
 @pytest.mark.parametrize(("num", "is_told"), [(3, True), (4, False)])
 def test_layers_that_ran_in_no_kernel_are_a_limit_of_the_verdict(
     num: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +214,21 @@ def test_layers_that_ran_in_no_kernel_are_a_limit_of_the_verdict(
     monkeypatch.setattr("pipeline.products.images.findings.decoder.read_notes", lambda *_: {"quantized": ran})
     said = explain_emulation(None, "shots")  # type: ignore[arg-type]
     assert (said is not None) == is_told and (said or "emulated: of 4 calls of layers in INT8 3").startswith("emulated")
+
+
+@pytest.mark.parametrize(("release", "reason", "outcome"), RELEASES)
+def test_a_release_on_emulated_layers_needs_a_reason(
+    release: str, reason: str | None, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "emulated: of 4 calls of layers in INT8 3 ran in an INT8 kernel"
+    monkeypatch.setattr("pipeline.products.images.findings.explain_unsound", lambda *_: None)
+    monkeypatch.setattr("pipeline.products.images.findings.explain_emulation", lambda *_: said)
+    findings = CandidateFindings()
+    evidence: Any = SimpleNamespace(candidate=SimpleNamespace(name="a"))
+    product: Any = SimpleNamespace(release=[release], allow_emulated=reason)
+    ImagesAuditor().audit_eval(findings, evidence, evidence, "shots", product)
+    assert ("refused" if findings.refusals else findings.notes[0].kind) == outcome
+    assert said in (findings.refusals or [findings.notes[0].text])[0]
 
 
 def test_preflight_knows_the_linear_layers_from_headers_alone() -> None:

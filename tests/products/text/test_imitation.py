@@ -71,7 +71,11 @@ def test_a_kernel_for_weights_alone_gives_a_fallback_away(kernels: dict[str, Any
     assert problem is None or (dispatched is not None and dispatched in problem)
 
 
-def test_an_engine_that_says_nothing_of_its_kernels_leaves_a_doubt() -> None:
+def test_a_release_is_refused_where_the_engine_says_nothing_of_its_kernels() -> None:
+    """It was a note: NVFP4 on a Hopper card, where vLLM leaves inputs as they are, could ship on it."""
     findings = judge(make_evidence({}), ["a"])
-    (note,) = findings.notes
-    assert "fp8-token-dynamic inputs ran as asked is not known" in note.text and not findings.refusals
+    (refusal,) = findings.refusals
+    assert "fp8-token-dynamic inputs ran as asked is not known" in refusal and "set engine.report_kernels" in refusal
+    for findings in (judge(make_evidence({}), ["b"]), judge(make_evidence({}), ["a"], allow_emulated="it was tried")):
+        (note,) = findings.notes
+        assert "ran as asked is not known" in note.text and not findings.refusals

@@ -150,6 +150,34 @@ def test_a_release_on_imitated_numbers_needs_a_reason() -> None:
     assert not find_text_problems(make_product({"scheme": "W8A16"}))
 
 
+def serve_by_vllm(step: dict[str, Any], *, report_kernels: bool, **changes: Any) -> list[str]:
+    product = make_product(step, **changes)
+    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", report_kernels=report_kernels)
+    made = product.candidates["made"].model_copy(update={"engine": engine})
+    return find_text_problems(product.model_copy(update={"candidates": product.candidates | {"made": made}}))
+
+
+def test_a_release_by_vllm_needs_proof_that_its_inputs_were_rounded() -> None:
+    (problem,) = serve_by_vllm({"scheme": "W8A8"}, report_kernels=False)
+    assert problem.startswith("release: expected proof that int8-token-symmetric-dynamic inputs of made run as asked; ")
+    assert not serve_by_vllm({"scheme": "W8A8"}, report_kernels=True)
+    assert not serve_by_vllm({"scheme": "W8A8"}, report_kernels=False, allow_emulated="measured on the target")
+    others = serve_by_vllm({"scheme": "W8A8"}, report_kernels=False, release=["agent"])
+    assert not any("proof" in problem for problem in others)
+    assert not serve_by_vllm({"scheme": "W8A16"}, report_kernels=False)
+
+
+@pytest.mark.parametrize(("strategy", "is_served"), [("tensor", True), ("attn_head", True), ("token", False)])
+def test_a_cache_with_a_scale_a_token_is_not_served_by_vllm(strategy: str, is_served: bool) -> None:
+    cache = {"dtype": "fp8", "strategy": strategy}
+    step = {"scheme": "W8A16", "kv_cache": cache}
+    if strategy != "token":
+        step["calibration"] = CALIBRATION
+    problems = serve_by_vllm(step, report_kernels=True)
+    assert len(problems) == (0 if is_served else 1)
+    assert is_served or problems[0].startswith("candidates.made.steps: expected kv_cache.strategy tensor or attn_head")
+
+
 def test_floats_of_four_bits_are_not_served_in_float16() -> None:
     data = YAML(typ="safe").load(ROOT / "params.yaml")["products"]["agent"]["serving"]
     (problem,) = find_text_problems(make_product({"scheme": "NVFP4A16"}, serving=data | {"dtype": "float16"}))

@@ -239,6 +239,23 @@ def test_a_limit_on_time_that_was_not_applied_is_said_where_the_verdict_is(tmp_p
     assert said in render_summary(judgement, Explanation(candidates=()))
 
 
+@pytest.mark.parametrize("num_kernel_calls", [3, 4])
+def test_a_release_on_emulated_int8_needs_a_reason(tmp_path: Path, num_kernel_calls: int) -> None:
+    """It was a note, so INT8 that no kernel ran could ship as if one had."""
+    int8 = {"num_layers": 4, "num_kernel_calls": num_kernel_calls, "num_float_calls": 0, "implementations": []}
+    ways = {"int8": Way(notes={"int8": int8}, checkpoint="models/int8")}
+    product = make_network_product("upscaler", ways)
+    build = write_upscaler(tmp_path, product, ways)
+    verdict = compare_release(product, build).judgement.verdicts[0]
+    if num_kernel_calls == 4:
+        assert verdict.outcome == "pass"
+        return
+    assert verdict.outcome == "refused" and "evaluate it where INT8 has kernels" in list_said(verdict)[0]
+    allowed = product.model_copy(update={"allow_emulated": "the target was measured"})
+    verdict = compare_release(allowed, build).judgement.verdicts[0]
+    assert verdict.outcome == "pass" and any("allowed, as the target was measured" in s for s in list_said(verdict))
+
+
 def test_tiles_alone_are_timed_or_refused_where_there_is_a_limit(tmp_path: Path) -> None:
     """An overlap of a half is four times the work, and was let through with a note."""
     assert judge_slow(tmp_path / "untimed", Way([TILED]), max_slowdown=0.2).outcome == "refused"

@@ -56,4 +56,6 @@ class ImagesAuditor(Auditor[ImagesProduct]):
         if why := explain_unsound(evidence, eval_name):
             findings.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
         if why := explain_emulation(evidence, eval_name):
-            findings.add_note(f"quantize: {eval_name}: {why}", ReasonKind.LIMIT)
+            problem = f"quantize: {eval_name}: {why}"
+            remedy = "exclude the layers that have no kernel"
+            findings.judge_emulation(problem, evidence.candidate.name, product, remedy=remedy)

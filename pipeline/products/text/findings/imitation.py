@@ -12,7 +12,6 @@ from typing import Any
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.pairing import Evidence
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.reasons import ReasonKind
 
 # in the names of vLLM's kernels that leave inputs as they are, or compute in a wider type
 _WEIGHTS_ALONE = ("Marlin", "Machete", "Emulat", "Dequant")
@@ -21,17 +20,13 @@ _FOR_WEIGHTS, _FALLBACK = "A16", "W8A16Fp8"
 
 
 def judge_imitation(findings: CandidateFindings, evidence: Evidence, product: TextProduct) -> None:
-    """Mark a candidate whose numbers its engine did not run as asked; a released one needs a reason."""
+    """Mark a candidate whose numbers its engine did not run as asked, or may not have; a release needs a reason."""
+    name = evidence.candidate.name
     if problem := find_imitation(evidence):
-        name = evidence.candidate.name
-        if name not in product.release:
-            findings.add_note(problem, ReasonKind.LIMIT)
-        elif product.allow_emulated is not None:
-            findings.add_note(f"{problem}; allowed, as {product.allow_emulated}", ReasonKind.LIMIT)
-        else:
-            findings.refusals.append(f"{problem}; serve it where they run, or say in allow_emulated why that will do")
+        findings.judge_emulation(problem, name, product, remedy="serve it where they run")
     elif doubt := _find_doubt(evidence):
-        findings.add_note(doubt, ReasonKind.LIMIT)
+        remedy = "set engine.report_kernels, which an engine that quantgate starts can have"
+        findings.judge_emulation(doubt, name, product, remedy=remedy)
 
 
 def find_imitation(evidence: Evidence) -> str | None:
@@ -54,8 +49,7 @@ def _find_doubt(evidence: Evidence) -> str | None:
     if not rounded or evidence.candidate.serving.engine == "transformers" or engine.get("kernels"):
         return None
     return (
-        f"whether {' and '.join(rounded)} ran as asked is not known, as the engine did not say which kernels it "
-        "dispatched; set engine.report_kernels where quantgate starts it"
+        f"whether {' and '.join(rounded)} ran as asked is not known: the engine did not say which kernels it dispatched"
     )
 
 

@@ -50,7 +50,9 @@ class VisionAuditor(Auditor[VisionProduct]):
                 findings.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
                 findings.total = measure_total(evidence, reference, notes, limit)
                 if notes.int8 is not None and notes.is_emulated:
-                    findings.add_note(f"int8: {describe_emulation(notes.int8)}", ReasonKind.LIMIT)
+                    problem = f"int8: {describe_emulation(notes.int8)}"
+                    remedy = "evaluate it where INT8 has kernels"
+                    findings.judge_emulation(problem, evidence.candidate.name, product, remedy=remedy)
         except EvidenceError as error:
             findings.refusals.append(str(error))
         if limit is not None and findings.total is None and (why := explain_untimed(evidence)):
