@@ -29,10 +29,10 @@ fi
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-find_python() {
+find_python() { # not that of a virtual environment: ours may be first on PATH, and is removed
     for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
         if is_recent "$name"; then
-            "$name" -c 'import sys; print(sys.executable)'
+            "$name" -c 'import sys; print(sys._base_executable)'
             return
         fi
     done
