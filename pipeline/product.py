@@ -6,12 +6,14 @@ what the methods that it calls lead to, and no other kind's (`stage_code.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.running.environment import Machine
+from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval, Product
 
 if TYPE_CHECKING:  # else an edit of gate or report would make stale what every stage made
@@ -66,6 +68,11 @@ class Kind(Protocol[P]):
 
     def evaluate(self, name: str, product: P, *, root: Path, build: Path) -> None:
         """Evaluate a candidate, and write `build/evaluations/<name>/`."""
+
+    def open_replica(
+        self, name: str, product: P, *, root: Path, build: Path
+    ) -> AbstractContextManager[Callable[[Shard], int]]:
+        """Give a function that evaluates a shard under `build/shards/<name>/`; what it needs is loaded once."""
 
     def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
         """Time or compare candidates beside the reference under `build/benchmarks/`; return a line on each."""

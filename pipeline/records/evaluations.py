@@ -179,6 +179,15 @@ class EvalFile(Record):
     notes_sha256: str | None = None  # of "<eval>.json", for one that keeps more than cases say
 
 
+class ShardCounts(Record):
+    """How an evaluation came together: in how many shards, and how many attempts at them did not end."""
+
+    num_shards: int
+    num_attempts: int
+    num_unfinished: int
+    num_hosts: int
+
+
 class Evaluation(Record):
     """The index of one candidate's evaluation folder (`evaluation.json`)."""
 
@@ -193,4 +202,5 @@ class Evaluation(Record):
     config: dict[str, str] = {}  # digests of the files of the engine's own configuration, under config/
     canary: CanaryFile | None = None
     speculation: SpeculationCounts | None = None  # over all chat requests of its cases
+    shards: ShardCounts | None = None  # None: one process evaluated it
     seconds: float

@@ -1,8 +1,8 @@
 """The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
 
-Journals beside it keep what is finished of a run that was killed. One process at a time makes it: two would write into
-one folder and one journal. The text product has its own (`pipeline/products/text/evals/evaluate.py`), which asks a
-server and takes over evals of the last run.
+Journals beside it keep what is finished of a run that was killed, and begin with what shards of it finished. One process
+at a time makes it: two would write into one folder and one journal. The text product has its own
+(`pipeline/products/text/evals/evaluate.py`), which asks a server and takes over evals of the last run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import Facts, fingerprint
 from pipeline.records.record_files import write_record
 from pipeline.running.journal import Journal, lock_candidate
+from pipeline.running.shards import find_shards
 from pipeline.settings.base import Eval
 
 
@@ -32,19 +33,26 @@ class WorkingFolder:
         self._candidate = candidate
         self._target = build / "evaluations" / candidate.name
         self._journals = build / "journal" / candidate.name
+        self._shards = find_shards(build, candidate.name)
         self.path = self._target.with_name(f".{candidate.name}.new")
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
     def open_journal(self, name: str, facts: Facts, *, key: str) -> Journal:
-        """Open the journal of one eval.
+        """Open the journal of one eval, with all that shards of it finished.
 
         Args:
             name: of the eval.
             facts: what is known of the processes that run the candidate.
             key: digest of the rest that a judgement comes from: settings, cases, code.
         """
-        return Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
+        journal = Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
+        if self._shards:
+            with contextlib.ExitStack() as stack:
+                stack.callback(journal.close)
+                self._shards.merge(name, facts, key=key, journal=journal)
+                stack.pop_all()
+        return journal
 
     def build_eval_file(self, name: str, settings: Eval, evalset: Evalset, *, key: str) -> EvalFile:
         """Return the seal of one eval's files: its records, and its arrays and notes where it has any."""
@@ -72,11 +80,14 @@ class WorkingFolder:
             evals=files,
             served_by=dict(facts),
             proof=proof,
+            shards=self._shards.counts if self._shards else None,
             seconds=round(time.monotonic() - self._start, 3),
         )
         write_record(self.path / "evaluation.json", evaluation)
         replace_folder(self.path, self._target)
         shutil.rmtree(self._journals, ignore_errors=True)
+        if self._shards:
+            self._shards.remove()
         return evaluation
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,13 +116,25 @@ class Journal:
         """Return what `add_text` stored, or None."""
         return self._texts.get(self._entry_key(question_digest))
 
-    def add_text(self, question_digest: str, text: str) -> None:
-        """Append one finished part of a case, for evals whose cases are judged elsewhere and all at once."""
+    def add_text(self, question_digest: str, text: str, *, is_measured: bool = False) -> None:
+        """Append one finished part of a case, for evals whose cases are judged elsewhere and all at once.
+
+        Args:
+            question_digest: digest of the part, as given to `find_text`.
+            text: what is kept.
+            is_measured: it holds times or memory, and another run of the same would write others.
+        """
         key = self._entry_key(question_digest)
-        self._append({"key": key, "text": text})
+        self._append({"key": key, "text": text} | ({"is_measured": True} if is_measured else {}))
         self._texts[key] = text
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def take_over(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry of another journal, unless this one has its case."""
+        if entry["key"] not in self._entries and entry["key"] not in self._texts:
+            self._append(entry)
+            self._read_entry(entry)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         line = orjson.dumps(entry) + b"\n"
         try:
             written = self._file.write(line)
@@ -179,8 +191,18 @@ class Journal:
                 self.damaged.append(f"{self.path}:{number}: {first_problem(error)}")
         return intact
 
-    def _read_entry(self, entry: dict[str, Any]) -> None:
+    def _read_entry(self, entry: Mapping[str, Any]) -> None:
         if "text" in entry:
             self._texts[entry["key"]] = str(entry["text"])
         else:
             self._entries[entry["key"]] = (CaseRecord.model_validate(entry["record"]), entry["attachment"])
+
+
+def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole entries of a journal that another process writes or has written, and pass over the others."""
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+                entry = orjson.loads(line)
+                if line.endswith(b"\n") and isinstance(entry["key"], str) and ("text" in entry or entry["record"]):
+                    yield entry

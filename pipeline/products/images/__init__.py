@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.product import Inputs
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
+from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
@@ -70,6 +72,15 @@ class ImagesKind:
         from pipeline.products.images.serving import read_image_candidate
 
         evaluate_images(read_image_candidate(build, name, product), product, root=root, build=build)
+
+    def open_replica(
+        self, name: str, product: ImagesProduct, *, root: Path, build: Path
+    ) -> AbstractContextManager[Callable[[Shard], int]]:
+        """Load or serve a candidate once, for shard after shard of its cases."""
+        from pipeline.products.images.evaluate import open_replica
+        from pipeline.products.images.serving import read_image_candidate
+
+        return open_replica(read_image_candidate(build, name, product), product, root=root, build=build)
 
     def benchmark(self, product: ImagesProduct, *, root: Path, build: Path) -> list[str]:
         """Compare each candidate's pictures with the reference's; evaluating a candidate times it."""

@@ -9,13 +9,14 @@ what guidance did at each step, and of the reference the floor of likeness (`oth
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
+from pipeline.running.shards import AttemptFolder, Shard, choose_batches
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
@@ -86,6 +88,46 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
         return working.finish(files, facts, proof="loaded and run by the processes that rendered")
 
 
+@contextlib.contextmanager
+def open_replica(
+    candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path
+) -> Iterator[Callable[[Shard], int]]:
+    """Yield a function that draws a shard of the prompts and returns the number of its entries.
+
+    Args:
+        candidate: what stage optimize wrote, with its serving config.
+        product: settings.
+        root: project root.
+        build: folder of the product's results.
+    """
+    source = root / product.candidates[product.reference].checkpoint
+    pools: dict[str, ProcessPoolExecutor] = {}
+    with contextlib.ExitStack() as stack:
+
+        def draw(shard: Shard) -> int:
+            attempt = AttemptFolder(build, candidate.name, shard)
+            for name, settings in product.evals.items():
+                evalset = load_evalset(root / settings.evalset)
+                judges = digest_judges(product, settings, root)
+                if name not in pools:
+                    setup = RenderSetup(candidate, source, settings, root, judges)
+                    pools[name] = stack.enter_context(start_renderers(setup, product.resources.num_workers))
+                facts = pools[name].submit(read_facts).result()
+                with attempt.open_journal(name, facts, key=digest_work(settings, evalset, judges)) as journal:
+                    again = choose_other_seeds(evalset.cases) if candidate.name == product.reference else []
+                    batches = [
+                        batch
+                        for cases in (evalset.cases, again)
+                        for batch in choose_batches(
+                            list(_batch(cases, candidate)), shard, lambda batch: [case.cluster for case in batch[0]]
+                        )
+                    ]
+                    _render(name, batches, pools[name], journal)
+            return attempt.finish()
+
+        yield draw
+
+
 def _run_eval(
     name: str,
     evalset: Evalset,
@@ -109,12 +151,7 @@ def _run_eval(
     start = time.monotonic()
     # rounding depends on who shares a batch: the same ones do after a kill
     batches = list(_batch(evalset.cases, candidate))
-    left = [
-        (batch, category)
-        for batch, category in [*batches, *_batch(again, candidate)]
-        if any(journal.find(case.digest) is None for case in batch)
-    ]
-    _render(name, left, pool, journal)
+    _render(name, [*batches, *_batch(again, candidate)], pool, journal)
     records = []
     (folder / name).mkdir()
     for case in evalset.cases:
@@ -159,12 +196,14 @@ def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[t
 def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
-    """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
+    """Render what the journal lacks as workers come free; journal each image, with what is noted of its batch."""
+    left = [(batch, category) for batch, category in batches if any(journal.find(c.digest) is None for c in batch)]
     with ThreadPoolExecutor() as threads:
-        for place, rendered in run_tasks(pool, render_batch, batches, what=name):
-            cases = batches[place][0]
+        for place, rendered in run_tasks(pool, render_batch, left, what=name):
+            cases = left[place][0]
+            noted = json.dumps(rendered.as_json() | {"num": len(cases)})
             # first: a batch counts as finished when all its images do
-            journal.add_text(_name_batch(cases), json.dumps(rendered.as_json() | {"num": len(cases)}))
+            journal.add_text(_name_batch(cases), noted, is_measured=True)
             pictures = threads.map(_write_png, rendered.pixels)  # while workers render
             for case, record, picture in zip(cases, rendered.records, pictures, strict=True):
                 journal.add(case.digest, record, base64.b64encode(picture).decode())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from pipeline.products.text.settings import (
     WeightStep,
 )
 from pipeline.running.environment import Machine, read_available_mib, read_gpu_capabilities, read_gpu_free_mib
+from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
@@ -116,6 +118,15 @@ class TextKind:
         from pipeline.products.text.serving_config import read_candidate
 
         asyncio.run(evaluate_candidate(read_candidate(build, name, product), product, root=root, build=build))
+
+    def open_replica(
+        self, name: str, product: TextProduct, *, root: Path, build: Path
+    ) -> AbstractContextManager[Callable[[Shard], int]]:
+        """Load or serve a candidate once, for shard after shard of its cases."""
+        from pipeline.products.text.evals.replica import open_replica
+        from pipeline.products.text.serving_config import read_candidate
+
+        return open_replica(read_candidate(build, name, product), product, root=root, build=build)
 
     def benchmark(self, product: TextProduct, *, root: Path, build: Path) -> list[str]:
         """Time both endpoints side by side; a candidate that was timed just so before is taken over."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from pipeline.product import Inputs
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
+from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
@@ -74,6 +76,15 @@ class VisionKind:
         from pipeline.products.vision.serving import read_network_candidate
 
         evaluate_network(read_network_candidate(build, name, product), product, root=root, build=build)
+
+    def open_replica(
+        self, name: str, product: VisionProduct, *, root: Path, build: Path
+    ) -> AbstractContextManager[Callable[[Shard], int]]:
+        """Load or serve a candidate once, for shard after shard of its cases."""
+        from pipeline.products.vision.evaluate import open_replica
+        from pipeline.products.vision.serving import read_network_candidate
+
+        return open_replica(read_network_candidate(build, name, product), product, root=root, build=build)
 
     def benchmark(self, product: VisionProduct, *, root: Path, build: Path) -> list[str]:
         """Time nothing: evaluating a candidate does."""

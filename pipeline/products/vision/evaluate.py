@@ -9,11 +9,13 @@ float32, time, memory, compilation.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pipeline.evalsets.cards import Evalset, load_evalset
@@ -38,6 +40,7 @@ from pipeline.records.files import write_text
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
+from pipeline.running.shards import AttemptFolder, Shard, choose_batches
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
@@ -62,22 +65,13 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
         EvalsetError: a picture is missing or was changed.
         JournalError: another process evaluates the candidate.
     """
-    source = product.candidates[product.reference].checkpoint
     files: dict[str, EvalFile] = {}
     facts = candidate.facts
     with make_evaluation(candidate, build) as working:
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
-            categories = (
-                build_categories(evalset.cases, evalset.card.categories, settings)
-                if isinstance(settings, DetectionEval)
-                else None
-            )
-            setup = InferenceSetup(candidate, product.name, root, product.adapter, source, settings, categories)
             key = digest_work(product, settings, evalset, root)
-            # what one process compiles, another would compile again
-            num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
-            with start_runners(setup, num_workers, cache=working.path / ".compiled") as pool:
+            with _start(candidate, product, settings, evalset, root, working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(
@@ -89,7 +83,6 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                         working.path,
                         candidate.serving.batch_size,
                         root / settings.evalset,
-                        categories,
                     )
                 if product.candidates[candidate.name].trace and not files:  # one trace, whatever the evals
                     batches = _batch(_group(evalset.cases, root / settings.evalset), candidate.serving.batch_size)
@@ -97,6 +90,70 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                         pool.submit(trace_batch, batches[0], working.path / TRACES / f"worker-0{SUFFIX}").result()
             files[name] = working.build_eval_file(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that judged")
+
+
+@contextlib.contextmanager
+def open_replica(
+    candidate: NetworkCandidate, product: VisionProduct, *, root: Path, build: Path
+) -> Iterator[Callable[[Shard], int]]:
+    """Yield a function that runs a shard of the pictures and returns the number of its entries.
+
+    Args:
+        candidate: what stage optimize wrote, with its serving config.
+        product: a section of params.yaml.
+        root: project root.
+        build: folder of the product's results.
+    """
+    size = candidate.serving.batch_size
+    pools: dict[str, ProcessPoolExecutor] = {}
+    with contextlib.ExitStack() as stack:
+
+        def run(shard: Shard) -> int:
+            attempt = AttemptFolder(build, candidate.name, shard)
+            for name, settings in product.evals.items():
+                evalset = load_evalset(root / settings.evalset)
+                groups = _group(evalset.cases, root / settings.evalset)
+                if name not in pools:
+                    cache = attempt.path / f".compiled-{name}"
+                    pools[name] = stack.enter_context(_start(candidate, product, settings, evalset, root, cache))
+                    if candidate.serving.compile_mode:  # for all shapes in turn, whichever of them the shard has
+                        pools[name].submit(measure_run, _choose_compared(groups), _pick_shapes(groups, size)).result()
+                facts, key = pools[name].submit(read_facts).result(), digest_work(product, settings, evalset, root)
+                with attempt.open_journal(name, facts, key=key) as journal:
+                    batches = _batch(groups, size)
+                    own = choose_batches(batches, shard, lambda batch: [case.cluster for case in batch])
+                    _run_batches(name, own, pools[name], journal)
+            return attempt.finish()
+
+        yield run
+
+
+def _start(
+    candidate: NetworkCandidate,
+    product: VisionProduct,
+    settings: DetectionEval | UpscalingEval,
+    evalset: Evalset,
+    root: Path,
+    cache: Path,
+) -> AbstractContextManager[ProcessPoolExecutor]:
+    """Start the processes that run one eval's pictures."""
+    source = product.candidates[product.reference].checkpoint
+    categories = _find_categories(settings, evalset)
+    setup = InferenceSetup(candidate, product.name, root, product.adapter, source, settings, categories)
+    # what one process compiles, another would compile again
+    num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
+    return start_runners(setup, num_workers, cache=cache)
+
+
+def _find_categories(settings: DetectionEval | UpscalingEval, evalset: Evalset) -> Categories | None:
+    if isinstance(settings, DetectionEval):
+        return build_categories(evalset.cases, evalset.card.categories, settings)
+    return None
+
+
+def _choose_compared(groups: Groups) -> list[PictureCase]:
+    """Return the pictures on which layers are compared: of the most common size."""
+    return spread(max(groups.values(), key=len), _NUM_COMPARED)
 
 
 def _run_eval(
@@ -108,17 +165,14 @@ def _run_eval(
     working: Path,
     batch_size: int,
     pictures: Path,
-    categories: Categories | None,
 ) -> None:
     """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
     groups = _group(evalset.cases, pictures)
     batches = _batch(groups, batch_size)
-    left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
-    compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
     # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
-    notes = pool.submit(measure_run, compared, _pick_shapes(groups, batch_size)).result()
-    _run_batches(name, left, pool, journal)
+    notes = pool.submit(measure_run, _choose_compared(groups), _pick_shapes(groups, batch_size)).result()
+    _run_batches(name, batches, pool, journal)
     entries = [journal.find(case.digest) for case in evalset.cases]
     records = [entry[0] for entry in entries if entry is not None]
     path = working / f"{name}.jsonl"
@@ -127,7 +181,7 @@ def _run_eval(
         if picture is not None:
             (working / name).mkdir(exist_ok=True)
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
-    if isinstance(settings, DetectionEval) and categories is not None:
+    if isinstance(settings, DetectionEval) and (categories := _find_categories(settings, evalset)) is not None:
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
@@ -137,9 +191,10 @@ def _run_eval(
 def _run_batches(
     name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
-    """Run batches as workers come free; journal each picture as it is done, and after a failure what still ends."""
-    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in batches], what=name):
-        for case, (record, picture) in zip(batches[place], judged, strict=True):
+    """Run what the journal lacks as workers come free, and journal each picture; after a failure what still ends."""
+    left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
+    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in left], what=name):
+        for case, (record, picture) in zip(left[place], judged, strict=True):
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
 
 

@@ -10,6 +10,7 @@ from pipeline.gate.harm_stop import HarmWatch
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import EvalSettings
 from pipeline.running.journal import Journal
+from pipeline.running.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
+        shard: the part of the cases that is asked; None: all. Where the evalset is here, it holds this part alone.
         watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
     """
 
@@ -42,4 +44,5 @@ class EvalContext:
     max_tokens: int
     context_length: int
     fingerprint: str
+    shard: Shard | None = None
     watch: HarmWatch | None = None

@@ -45,7 +45,7 @@ class EndpointLM(LM):
             scores = self._wait(self._context.client.score(sequences, top_logprobs=1))
             return [_sum_continuation(s, t) for s, (_, t) in zip(scores, encoded, strict=True)]
 
-        return [(value, greedy) for value, greedy in self._answer("loglikelihood", [r.args for r in requests], ask)]
+        return [(value, greedy) for value, greedy in self._answer("loglikelihood", requests, ask, unasked=(0.0, False))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text."""
@@ -58,20 +58,31 @@ class EndpointLM(LM):
             scores = iter(self._wait(self._context.client.score(flat, top_logprobs=1)))
             return [sum(float(next(scores).token_logprobs[-n:].sum()) for _, n in document) for document in windows]
 
-        return self._answer("loglikelihood_rolling", [r.args for r in requests], ask)
+        return self._answer("loglikelihood_rolling", requests, ask, unasked=0.0)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the greedy answer to each prompt, as a user's message, up to its stop string."""
-        return self._answer("generate_until", [r.args for r in requests], lambda args: self._wait(self._generate(args)))
+        return self._answer("generate_until", requests, lambda args: self._wait(self._generate(args)), unasked="")
 
-    def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]]) -> list[T]:
-        """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk."""
-        journal = self._context.journal
-        keys = [digest_json([kind, *arguments]) for arguments in requests]
-        missing = [i for i, key in enumerate(keys) if journal.find_text(key) is None]
+    def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]], *, unasked: T) -> list[T]:
+        """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk.
+
+        Args:
+            kind: of the requests.
+            requests: lm-eval's instances.
+            ask: returns the answers to the arguments of some.
+            unasked: stands for the answers of other shards, which nobody reads.
+        """
+        journal, shard = self._context.journal, self._context.shard
+        keys = [digest_json([kind, *request.args]) for request in requests]
+        missing = [
+            i
+            for i, key in enumerate(keys)
+            if journal.find_text(key) is None and (shard is None or shard.holds(_name_cluster(requests[i])))
+        ]
         chunks = [missing[start : start + CHUNK_REQUESTS] for start in range(0, len(missing), CHUNK_REQUESTS)]
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
+            waiting = [pool.submit(ask, [requests[i].args for i in chunk]) for chunk in chunks]
             try:
                 for chunk, answers in zip(chunks, waiting, strict=True):
                     for i, answer in zip(chunk, answers.result(), strict=True):
@@ -79,7 +90,7 @@ class EndpointLM(LM):
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [json.loads(journal.find_text(key) or "null") for key in keys]
+        return [unasked if (text := journal.find_text(key)) is None else json.loads(text) for key in keys]
 
     async def _generate(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
         async def generate(prompt: str, options: dict[str, Any]) -> str:
@@ -118,6 +129,12 @@ class EndpointLM(LM):
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _name_cluster(request: Any) -> str:
+    """Return the cluster of a request's document, or what stands for a document that names none."""
+    document = request.doc if isinstance(request.doc, dict) else {}
+    return str(document["cluster"]) if "cluster" in document else digest_json(repr(request.doc))
 
 
 def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:

@@ -4,7 +4,8 @@ Evals run one after another in the order of params.yaml, each keeping all server
 written to a temporary folder. It takes the place of the old one when every case of every eval has
 been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
 the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
-next run, not repeated. DVC removes the folder itself before each run.
+next run, not repeated. DVC removes the folder itself before each run. What shards of it finished (`replica.py`) is in
+the journal from the start.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import Journal, lock_candidate
+from pipeline.running.shards import Shards, find_shards
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
@@ -58,7 +60,7 @@ CANARY = "canary.jsonl"
 
 
 @dataclass(frozen=True)
-class _Eval:
+class EvalJob:
     """One eval to run: its cases, and the digests that say whether records of it can be used again."""
 
     name: str
@@ -68,7 +70,7 @@ class _Eval:
     key: str
 
 
-class _Paths:
+class Paths:
     """Where one candidate's evaluation lies, the one in the making, its journals, the last copy, the server logs."""
 
     def __init__(self, build: Path, name: str) -> None:
@@ -116,15 +118,13 @@ async def _evaluate(
     build: Path,
 ) -> Evaluation:
     start = time.monotonic()
-    evalsets = {
-        name: None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
-        for name, settings in product.evals.items()
-    }
+    evalsets = load_evalsets(product, root)
     # importing lm-eval takes as long as starting servers does
-    describing = pool.submit(_describe_evals, product, candidate, evalsets)
+    describing = pool.submit(describe_evals, product, candidate, evalsets)
     if candidate.serving.engine == "openai":
         await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
-    paths = _Paths(build, candidate.name)
+    paths = Paths(build, candidate.name)
+    shards = find_shards(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
     prompts = pick_prompts(
@@ -150,14 +150,14 @@ async def _evaluate(
             file=sys.stderr,
             flush=True,
         )
-        kept = _read_kept(paths.last, candidate, engine)
+        kept = read_kept(paths.last, candidate, engine)
         records = {}
         for job in evals:
             watch = watches.get(job.name)
             if (file := kept.get(job.name)) is not None and file.key == job.key:
                 records[job.name] = _take_over(paths, job, file, watch)
             else:
-                records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
+                records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
@@ -179,11 +179,14 @@ async def _evaluate(
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
         speculation=speculation,
+        shards=shards.counts if shards else None,
         seconds=seconds,
     )
     write_record(paths.folder / "evaluation.json", evaluation)
     replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
+    if shards:
+        shards.remove()
     shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
     return evaluation
 
@@ -195,7 +198,16 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
     return read_drafts(await client.get_text("/metrics"), serving.speculative)
 
 
-def _describe_evals(product: TextProduct, candidate: Candidate, evalsets: Mapping[str, Evalset | None]) -> list[_Eval]:
+def load_evalsets(product: TextProduct, root: Path) -> dict[str, Evalset | None]:
+    """Return the evalset of each eval; None for a task that brings its own."""
+    return {
+        name: None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
+        for name, settings in product.evals.items()
+    }
+
+
+def describe_evals(product: TextProduct, candidate: Candidate, evalsets: Mapping[str, Evalset | None]) -> list[EvalJob]:
+    """Return the evals with what says whether records can be used again; imports lm-eval where one needs it."""
     code = digest_code("evaluate", "text")
     evals = []
     for name, settings in product.evals.items():
@@ -205,7 +217,7 @@ def _describe_evals(product: TextProduct, candidate: Candidate, evalsets: Mappin
             digest = digest_task(name, settings)
             import_library(name, settings)
         key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
-        evals.append(_Eval(name, settings, evalset, digest, key))
+        evals.append(EvalJob(name, settings, evalset, digest, key))
     return evals
 
 
@@ -263,7 +275,7 @@ def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
     return {name: digest_text(text) for name, text in config.items()}
 
 
-def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
+def read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
     """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
     if candidate.serving.engine == "openai":
         return {}  # what runs behind it now may be another model than then
@@ -283,7 +295,7 @@ def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
     return all((folder / path).is_file() and digest_file(folder / path) == sha256 for path, sha256 in seals.items())
 
 
-def _take_over(paths: _Paths, job: _Eval, file: EvalFile, watch: HarmWatch | None) -> list[CaseRecord]:
+def _take_over(paths: Paths, job: EvalJob, file: EvalFile, watch: HarmWatch | None) -> list[CaseRecord]:
     for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
         shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
     print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
@@ -295,13 +307,14 @@ def _take_over(paths: _Paths, job: _Eval, file: EvalFile, watch: HarmWatch | Non
 
 
 async def _run_eval(
-    job: _Eval,
+    job: EvalJob,
     candidate: Candidate,
     engine: Engine,
     client: Client,
-    paths: _Paths,
+    paths: Paths,
     root: Path,
     watch: HarmWatch | None,
+    shards: Shards | None,
 ) -> list[CaseRecord]:
     start = time.monotonic()
     path = paths.journals / f"{job.name}.jsonl"
@@ -310,7 +323,9 @@ async def _run_eval(
             print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
         for problem in journal.damaged:
             print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
-        context = replace(_make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
+        if shards:
+            shards.merge(job.name, engine.facts, key=job.key, journal=journal)
+        context = replace(make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
         raise EngineError(
@@ -323,9 +338,10 @@ async def _run_eval(
     return records
 
 
-def _make_context(
-    job: _Eval, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
+def make_context(
+    job: EvalJob, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
 ) -> EvalContext:
+    """Return what one eval of a candidate is given to work with."""
     return EvalContext(
         name=job.name,
         settings=job.settings,
@@ -364,7 +380,7 @@ def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
         )
 
 
-def _build_eval_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
+def _build_eval_file(job: EvalJob, folder: Path, num_cases: int) -> EvalFile:
     records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
     return EvalFile(
         kind=job.settings.kind,
