@@ -5,19 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.products import KINDS
-from pipeline.products.params import find_owner, load_params
+from pipeline.products.params import Params, find_owner, list_project_files, load_params
 from pipeline.running.journal import lock_candidate
 from pipeline.settings.base import Product
+from pipeline.settings.execution import RayExecution
 from stages.cli import read_name, run_stage
 
 
 def main(argv: list[str]) -> int:
     """Build the candidate named on the command line and say what it became."""
     name = read_name(argv, "candidate")
-    product = find_owner(load_params(), name, kind=Product)
+    params = load_params()
+    product = find_owner(params, name, kind=Product)
     with lock_candidate(product.build, name):
-        print(f"{name}: {KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)}")
+        print(f"{name}: {build(name, product, params)}")
     return 0
+
+
+def build(name: str, product: Product, params: Params) -> str:
+    """Build a candidate here or on a cluster."""
+    if isinstance(params.execution, RayExecution):
+        from pipeline.running.ray_cluster import build_on_ray
+
+        return build_on_ray(params.execution, name, product.build, lambda: list_project_files(params, product, name))
+    return KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)
 
 
 if __name__ == "__main__":

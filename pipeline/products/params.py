@@ -8,31 +8,36 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem, show_value
 from pipeline.products import KINDS
 from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.settings.execution import Execution, LocalExecution, RayExecution
 from pipeline.settings.yaml_files import read_yaml
 
 P = TypeVar("P", bound=Product)
 
 PARAMS = Path("params.yaml")
+_EXECUTION: TypeAdapter[LocalExecution | RayExecution] = TypeAdapter(Execution)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+# what no node needs: results, databases, environments, tests
+_NOT_SENT = (".git", ".venv", ".dvc/cache", ".dvc/tmp", "build", "reports", "release", "mlartifacts", "mlruns", "tests")
 _RESERVED = ("env",)  # names of folders beside those of the products
 
 
 @dataclass(frozen=True)
 class Params:
-    """The whole of params.yaml: its products by name, each with its own candidates."""
+    """The whole of params.yaml: its products by name, each with its own candidates, and where work is done."""
 
     products: dict[str, Product]
+    execution: LocalExecution | RayExecution = LocalExecution()
 
 
 def find_owner(params: Params, candidate: str, *, kind: type[P]) -> P:
@@ -106,6 +111,32 @@ def choose_product(params: Params, name: str | None, *, kind: type[P]) -> P:
     return get_product(params, name or names[0], kind=kind)
 
 
+def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
+    """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
+
+    Args:
+        params: the whole file, which lies in the current folder.
+        product: that owns the candidate.
+        name: of the candidate.
+    """
+    others = {c.checkpoint for p in params.products.values() for c in p.candidates.values()}
+    others -= {product.candidates[own].checkpoint for own in (name, product.reference)}
+    skipped = {Path(folder) for folder in (*_NOT_SENT, *others)}
+    own = product.build / "candidates" / name
+    paths = [path for path in _walk(Path(), skipped) if path.is_file()]
+    return sorted([*paths, *(path for path in own.rglob("*") if path.is_file())])
+
+
+def _walk(folder: Path, skipped: Collection[Path]) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path in skipped or path.name == "__pycache__" or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _walk(path, skipped)
+        else:
+            yield path
+
+
 def check_candidate(product: Product, argv: list[str]) -> str:
     """Return the candidate of a product that was given on a command line.
 
@@ -131,21 +162,34 @@ def parse_params(data: Any, where: str = "params.yaml") -> Params:
 
 def _parse(data: Any) -> Params:
     sections = _read_sections(data)
+    execution = _parse_execution(sections.pop("execution"))
     for name, section in sections["products"].items():
         _check_section(name, section)
     owned: dict[str, dict[str, Any]] = {name: {} for name in sections["products"]}
     for name, candidate in sections["candidates"].items():
         owner = _read_owner(name, candidate, owned)
         owned[owner][name] = {k: v for k, v in candidate.items() if k != "product"}
-    products = {name: _parse_product(name, section, owned[name]) for name, section in sections["products"].items()}
+    num_workers = execution.count_local_workers()
+    products = {
+        name: _parse_product(name, section, owned[name], num_workers) for name, section in sections["products"].items()
+    }
     for product in products.values():
         for problem in KINDS[product.kind].find_problems(product):
             raise SettingsError(product.locate(problem))
-    return Params(products)
+    return Params(products, execution)
 
 
-def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
-    sections = {}
+def _parse_execution(section: Any) -> LocalExecution | RayExecution:
+    try:
+        return _EXECUTION.validate_python({"kind": "local"} if section is None else section)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(["execution", *_drop_tags(problem["loc"], section)])
+        raise SettingsError(f"{where}: {describe_problem(problem)}") from None
+
+
+def _read_sections(data: Any) -> dict[str, Any]:
+    sections: dict[str, Any] = {}
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
         ("candidates", "a mapping from each candidate's name to its settings"),
@@ -154,10 +198,12 @@ def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(section, Mapping) or not section:
             raise SettingsError(f"{key}: expected {what}, {_format_value(section)}")
         sections[key] = dict(section)
+    sections["execution"] = data.get("execution")
     for key in data:
         if key not in sections:
             raise SettingsError(
-                f"{key}: expected products and candidates, got another key; remove it, or move it into a product"
+                f"{key}: expected products, candidates and execution, got another key; remove it, or move it into a "
+                "product"
             )
     return sections
 
@@ -188,12 +234,15 @@ def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
     return owner
 
 
-def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any]) -> Product:
+def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any], num_workers: int) -> Product:
     if not candidates:
         raise SettingsError(f"products.{name}: expected a candidate that names it as its product, found none")
+    settings = KINDS[section["kind"]].settings
     data = {**section, "name": name, "candidates": candidates}
+    if isinstance(resources := section.get("resources", {}), Mapping):
+        data["resources"] = {settings.workers_key: num_workers, **resources}
     try:
-        return KINDS[section["kind"]].settings.model_validate(data)
+        return settings.model_validate(data)
     except ValidationError as error:
         raise SettingsError(_one_line(error, name, data)) from None
 

@@ -1,7 +1,7 @@
 """The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
 
-Journals beside it keep what is finished of a run that was killed, and begin with what shards of it finished. One process
-at a time makes it: two would write into one folder and one journal. The text product has its own
+Journals beside it keep what is finished of a run that was killed, and begin with what shards of it finished. One
+process at a time makes it: two would write into one folder and one journal. The text product has its own
 (`pipeline/products/text/evals/evaluate.py`), which asks a server and takes over evals of the last run.
 """
 

@@ -106,9 +106,11 @@ class Product(Settings):
 
     Attributes:
         takes_hub_models: a checkpoint may be a pinned model of a hub.
+        workers_key: the setting in `resources` that says how many processes work at once.
     """
 
     takes_hub_models: ClassVar[bool] = False
+    workers_key: ClassVar[str] = "num_workers"
     name: str
     kind: str
     reference: str
@@ -137,6 +139,11 @@ class Product(Settings):
     def list_rules(self) -> dict[str, Any]:
         """Return what it asks of the gate in other sections than `gate`, as fields of a Policy."""
         return {}
+
+    def use_workers(self, num_workers: int) -> Self:
+        """Return the settings with so many processes at once, which changes no result."""
+        resources = getattr(self, "resources").model_copy(update={self.workers_key: num_workers})  # noqa: B009
+        return self.model_copy(update={"resources": resources})
 
     def restrict(self, names: Collection[str]) -> Self:
         """Return the settings with only these candidates."""

@@ -422,6 +422,7 @@ class TextProduct(Product):
     """A product of kind `text`: checkpoints of language models, served and asked."""
 
     takes_hub_models = True
+    workers_key = "num_servers"
     kind: Literal["text"]
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)

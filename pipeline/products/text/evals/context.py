@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.evalsets.cards import Evalset
 from pipeline.gate.harm_stop import HarmWatch
@@ -29,7 +31,7 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
-        shard: the part of the cases that is asked; None: all. Where the evalset is here, it holds this part alone.
+        shard: the part of the cases that is asked; None: all.
         watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
     """
 
@@ -46,3 +48,8 @@ class EvalContext:
     fingerprint: str
     shard: Shard | None = None
     watch: HarmWatch | None = None
+
+    def list_own(self) -> Sequence[Any]:
+        """Return the evalset's cases that are asked, in its order."""
+        assert self.evalset is not None
+        return [case for case in self.evalset.cases if self.shard is None or self.shard.holds(case.cluster)]

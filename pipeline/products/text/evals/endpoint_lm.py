@@ -19,6 +19,7 @@ from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.records.digests import digest_json
+from pipeline.running.shards import choose_batches
 
 # requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
 CHUNK_REQUESTS = 64
@@ -75,18 +76,19 @@ class EndpointLM(LM):
         """
         journal, shard = self._context.journal, self._context.shard
         keys = [digest_json([kind, *request.args]) for request in requests]
-        missing = [
-            i
-            for i, key in enumerate(keys)
-            if journal.find_text(key) is None and (shard is None or shard.holds(_name_cluster(requests[i])))
-        ]
-        chunks = [missing[start : start + CHUNK_REQUESTS] for start in range(0, len(missing), CHUNK_REQUESTS)]
+        # the same ones share a request in every run, as that may change a last bit
+        chunks = [range(len(keys))[start : start + CHUNK_REQUESTS] for start in range(0, len(keys), CHUNK_REQUESTS)]
+        if shard is not None:
+            clusters = [_name_cluster(request) for request in requests]
+            chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
+        chunks = [chunk for chunk in chunks if any(journal.find_text(keys[i]) is None for i in chunk)]
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
             waiting = [pool.submit(ask, [requests[i].args for i in chunk]) for chunk in chunks]
             try:
                 for chunk, answers in zip(chunks, waiting, strict=True):
                     for i, answer in zip(chunk, answers.result(), strict=True):
-                        journal.add_text(keys[i], json.dumps(answer))
+                        if journal.find_text(keys[i]) is None:
+                            journal.add_text(keys[i], json.dumps(answer))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -11,13 +11,16 @@ Not covered: turning scores into metrics, which the gate does.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import math
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +28,11 @@ from pipeline.evalsets.cases import DocumentCase
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.evals.runner import run_cases
-from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, TokenScores
 from pipeline.products.text.settings import PerplexityEval
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.files import replace_whole
+from pipeline.running.shards import choose_batches
 
 PROMPT_CHARS = 2000  # of a document's text kept in its record
 
@@ -44,13 +48,28 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     frame = await read_frame(context.client, context.checkpoint)
     texts = await context.client.tokenize([c.text for c in cases], add_special_tokens=False)
     tokens = {case.id: frame.frame_document(ids) for case, ids in zip(cases, texts, strict=True)}
+    windows = {
+        name: rolling_windows(ids, first=frame.first, max_tokens=context.context_length) for name, ids in tokens.items()
+    }
+    groups = _group(cases, windows)
+    if context.shard is not None:
+        groups = choose_batches(groups, context.shard, lambda group: [case.cluster for case in group])
+    asked: dict[str, asyncio.Task[dict[str, list[TokenScores]]]] = {}  # by the first case of a group
+    leaders = {case.id: group for group in groups for case in group}
     attachments: dict[str, str] = {}
+
+    async def ask(group: Sequence[DocumentCase]) -> dict[str, list[TokenScores]]:
+        flat = [window for case in group for window, _ in windows[case.id]]
+        scores = iter(await context.client.score(flat, top_logprobs=settings.top_logprobs))
+        return {case.id: [next(scores) for _ in windows[case.id]] for case in group}
 
     async def judge(case: DocumentCase) -> CaseRecord:
         start = time.perf_counter()
-        windows = rolling_windows(tokens[case.id], first=frame.first, max_tokens=context.context_length)
-        scores = await context.client.score([w for w, _ in windows], top_logprobs=settings.top_logprobs)
-        parts = [_last(s, n) for s, (_, n) in zip(scores, windows, strict=True)]
+        group = leaders[case.id]
+        if group[0].id not in asked:
+            asked[group[0].id] = asyncio.create_task(ask(group))
+        scores = (await asyncio.shield(asked[group[0].id]))[case.id]
+        parts = [_last(s, n) for s, (_, n) in zip(scores, windows[case.id], strict=True)]
         attachments[case.id] = _encode(parts)
         nll = -math.fsum(float(x) for part in parts for x in part.token_logprobs)
         return CaseRecord(
@@ -70,12 +89,35 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             fingerprint=context.fingerprint,
         )
 
-    # neighbours of like length share a forward pass, and then little of it is padding
-    by_length = sorted(cases, key=lambda c: len(tokens[c.id]), reverse=True)
-    records = {r.case_id: r for r in await run_cases(context, by_length, judge, attachments=attachments)}
+    own = [case for group in groups for case in group]
+    # all at once: what waits for its group takes no place of another's
+    whole = replace(context, concurrency=max(1, len(own)))
+    try:
+        records = {r.case_id: r for r in await run_cases(whole, own, judge, attachments=attachments)}
+    finally:
+        for task in asked.values():
+            task.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
     if len(attachments) == len(cases):
         _write_arrays(context.folder / f"{context.name}.npz", [attachments[c.id] for c in cases])
-    return [records[c.id] for c in cases]
+    return [records[c.id] for c in cases if c.id in records]
+
+
+def _group(cases: Sequence[DocumentCase], windows: Mapping[str, Sequence[Any]]) -> list[list[DocumentCase]]:
+    """Return documents that are asked together, which every run must do alike: a request may change a last bit.
+
+    Documents of like length share forward passes, and then little of those is padding.
+    """
+    sizes = {case.id: sum(len(window) for window, _ in windows[case.id]) for case in cases}
+    groups: list[list[DocumentCase]] = []
+    room = 0
+    for case in sorted(cases, key=lambda case: sizes[case.id], reverse=True):
+        if sizes[case.id] > room:
+            groups.append([])
+            room = MAX_SCORE_TOKENS
+        groups[-1].append(case)
+        room -= sizes[case.id]
+    return groups
 
 
 def _last(scores: TokenScores, count: int) -> TokenScores:

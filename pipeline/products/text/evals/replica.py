@@ -22,7 +22,7 @@ from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.evaluations import Candidate, CaseRecord, format_failures
+from pipeline.records.evaluations import Candidate, format_failures
 from pipeline.running.shards import AttemptFolder, Shard
 
 _Order = tuple[Shard, "Future[int]"]
@@ -86,23 +86,13 @@ async def _run(
     root: Path,
 ) -> int:
     """Ask the cases of a shard, eval by eval."""
-    for job in (_restrict(job, shard) for job in jobs):
-        records: list[CaseRecord] = []
+    for job in jobs:
         with (
             attempt.open_journal(job.name, engine.facts, key=job.key) as journal,
             TemporaryDirectory() as unused,  # arrays of all cases are made of what the journal holds of each
         ):
-            if job.evalset is None or job.evalset.cases:
-                context = make_context(job, candidate, engine, client, journal, root, Path(unused))
-                records = await EVALS[job.settings.kind](replace(context, shard=shard))
+            context = make_context(job, candidate, engine, client, journal, root, Path(unused))
+            records = await EVALS[job.settings.kind](replace(context, shard=shard))
         if problem := format_failures(records):
             raise EvidenceError(f"{candidate.name}: shard {shard}: {job.name}: {problem}; the judged cases are kept")
     return attempt.finish()
-
-
-def _restrict(job: EvalJob, shard: Shard) -> EvalJob:
-    """Return an eval with the shard's cases alone; a task's own documents are chosen where they are asked."""
-    if job.evalset is None:
-        return job
-    cases = tuple(case for case in job.evalset.cases if shard.holds(case.cluster))
-    return replace(job, evalset=job.evalset.model_copy(update={"cases": cases}))

@@ -41,5 +41,6 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             fingerprint=context.fingerprint,
         )
 
-    await check_prompts_fit(context, context.evalset.cases)
-    return await run_cases(context, context.evalset.cases, judge)
+    cases = context.list_own()
+    await check_prompts_fit(context, cases)
+    return await run_cases(context, cases, judge)

@@ -80,8 +80,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             fingerprint=context.fingerprint,
         )
 
-    await check_prompts_fit(context, context.evalset.cases)
-    return await run_cases(context, context.evalset.cases, judge)
+    cases = context.list_own()
+    await check_prompts_fit(context, cases)
+    return await run_cases(context, cases, judge)
 
 
 def is_completed(case: TrajectoryCase, state: dict[str, Any]) -> bool:

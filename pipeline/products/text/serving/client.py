@@ -2,7 +2,7 @@
 
 Speaks the OpenAI chat API and vLLM's way of scoring given tokens. Always greedy, always with an
 explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
-its prefix stays cached there. Merges concurrent score calls into one request. Waits when a server says
+its prefix stays cached there. Waits when a server says
 Retry-After, repeats a request that may succeed later, and never repeats a refused one.
 
 Not covered: streaming and sampling.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ class Client:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
-        self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
+        self._scores: asyncio.Queue[list[_ScoreCall]] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
         self._timeout_s = timeout_s
@@ -161,8 +161,9 @@ class Client:
     async def score(self, batch: Sequence[list[int]], *, top_logprobs: int) -> list[TokenScores]:
         """Return log-likelihoods of given tokens, one result per sequence.
 
-        Concurrent calls are merged, in the order they came: neighbours that share a prefix should
-        be handed over side by side.
+        Which sequences share a forward pass may change the last bits of a score, so a call is one request of its own,
+        or as few as MAX_SCORE_TOKENS allows: equal calls get equal answers. Neighbours that share a prefix should be
+        handed over side by side.
 
         Args:
             batch: token ids, at least two per sequence.
@@ -171,8 +172,8 @@ class Client:
         if not self._workers:
             self._workers = [asyncio.create_task(self._score_forever(s)) for s in self._servers for _ in range(2)]
         calls = [_ScoreCall(tokens, top_logprobs) for tokens in batch]
-        for call in calls:
-            self._scores.put_nowait(call)
+        for request in _cut_requests(calls):
+            self._scores.put_nowait(request)
         try:
             return list(await asyncio.gather(*(call.done for call in calls)))
         finally:
@@ -253,15 +254,9 @@ class Client:
 
     async def _score_forever(self, server: _Server) -> None:
         while True:
-            calls = [await self._scores.get()]
-            total = len(calls[0].tokens)
-            # what is queued now goes along; the rest is taken by whichever server is free next
-            while not self._scores.empty() and total < MAX_SCORE_TOKENS:
-                calls.append(self._scores.get_nowait())
-                total += len(calls[-1].tokens)
-            calls = [call for call in calls if not call.done.done()]
-            for num_top in {call.num_top for call in calls}:
-                await self._score_together(server, [c for c in calls if c.num_top == num_top], num_top)
+            calls = await self._scores.get()  # by whichever server is free next
+            if not all(call.done.done() for call in calls):
+                await self._score_together(server, calls, calls[0].num_top)
 
     async def _score_together(self, server: _Server, calls: list[_ScoreCall], num_top: int) -> None:
         body = {
@@ -358,6 +353,20 @@ class Client:
                 break
             await self._sleep(wait)
         raise EngineError(f"{url}: {problem} (tried {attempt + 1} times)")
+
+
+def _cut_requests(calls: Sequence[_ScoreCall]) -> Iterator[list[_ScoreCall]]:
+    """Yield the sequences of each request, in their order: at most MAX_SCORE_TOKENS tokens, or one sequence."""
+    request: list[_ScoreCall] = []
+    total = 0
+    for call in calls:
+        if request and total + len(call.tokens) > MAX_SCORE_TOKENS:
+            yield request
+            request, total = [], 0
+        request.append(call)
+        total += len(call.tokens)
+    if request:
+        yield request
 
 
 def _settle(calls: list[_ScoreCall], error: EngineError) -> None:

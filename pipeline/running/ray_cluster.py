@@ -1,0 +1,355 @@
+"""Evaluate and build candidates on a Ray cluster: the only importer of Ray beside `ray_worker.py`, which it sends.
+
+Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard
+(`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a worker or a
+node that dies costs what it was just doing; its shard goes to another one. At the end one replica makes the evaluation
+of all shards, as the stage does on one machine: the same bytes come out, latencies aside.
+
+Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EngineError, QuantgateError, SettingsError
+from pipeline.records.digests import digest_file
+from pipeline.records.files import replace_folder
+from pipeline.records.fingerprints import read_environment
+from pipeline.running import ray_worker
+from pipeline.running.ray_worker import FileServer, Order, Replica, SentFile, receive
+from pipeline.running.shards import Shard
+from pipeline.settings.execution import RayExecution
+
+SHARDS_A_WORKER = 4  # so that a slow one takes fewer
+MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
+_POLL_S, _PROGRESS_S = 1.0, 10.0
+
+
+@dataclass
+class _Worker:
+    """A replica as the driver sees it."""
+
+    actor: Any
+    host: str = ""
+    sees_root: bool = False  # the driver's folder
+    shard: Shard | None = None
+    num_entries: int = 0  # that came from it
+
+
+@dataclass
+class _Run:
+    """Where an evaluation stands."""
+
+    execution: RayExecution
+    order: Order
+    count: int
+    waiting: deque[Shard]
+    failures: Counter[Shard] = field(default_factory=Counter)
+    avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
+    num_dead: int = 0
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> Path:
+        """Where shards lie."""
+        return Path(self.order.build) / "shards" / self.order.candidate
+
+
+@contextlib.contextmanager
+def connect(execution: RayExecution) -> Iterator[Any]:
+    """Yield Ray, connected to a cluster; leave it at the end, which ends what was started there.
+
+    Raises:
+        SettingsError: Ray is not installed, or there is no such cluster.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise SettingsError("execution.kind: ray is not installed; `pip install 'quantgate[ray]'`") from None
+    ray.cloudpickle.register_pickle_by_value(ray_worker)
+    try:
+        ray.init(execution.address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SettingsError(
+            f"execution.address: expected a Ray cluster at {execution.address!r}, found none "
+            f"({' '.join(str(error).split())[:200]}); start one with `ray start --head`, or set execution.kind to local"
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_files: Callable[[], list[Path]]) -> None:
+    """Evaluate a candidate on a cluster and put the evaluation in place, as the stage does on one machine.
+
+    Args:
+        execution: the cluster, and how many replicas of which resources.
+        candidate: its name.
+        build: folder of the product's results, relative to the project.
+        list_files: the files of the project that a node needs which does not see its folder.
+
+    Raises:
+        EngineError: a shard failed on several replicas, or no replica could start.
+    """
+    order = Order(candidate, build.as_posix(), read_environment())
+    with connect(execution) as ray, _share_project(ray, list_files) as project:
+        num_workers = execution.count_workers(ray.cluster_resources())
+        count = _find_count(build / "shards" / candidate) or num_workers * SHARDS_A_WORKER
+        finished = _list_finished(build / "shards" / candidate)
+        shards = [Shard(number, count) for number in range(1, count + 1)]
+        run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
+        workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
+        last = _run_shards(ray, run, workers, project)
+        _finish(ray, run, last, project)
+
+
+def build_on_ray(execution: RayExecution, candidate: str, build: Path, list_files: Callable[[], list[Path]]) -> str:
+    """Build a candidate on a cluster and put it in place; return a line that says what it became."""
+    order = Order(candidate, build.as_posix(), read_environment())
+    with connect(execution) as ray, _share_project(ray, list_files) as project:
+        worker = _start(ray, _Run(execution, order, 1, deque()))
+        seen = _get(ray, worker, worker.actor.look.remote(project.root, project.token))
+        _begin(ray, worker, order, project, seen)
+        said: str = _get(ray, worker, worker.actor.make.remote())
+        if not worker.sees_root:
+            _fetch_made(ray, worker, "candidates", build / "candidates" / candidate)
+        return said
+
+
+class _Project:
+    """The driver's folder, as nodes see it or are sent it."""
+
+    def __init__(self, ray: Any, list_files: Callable[[], list[Path]]) -> None:
+        self.root, self.token = str(Path.cwd()), f"build/.ray-{uuid.uuid4().hex}"
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        options = {"num_cpus": 0, "max_concurrency": 8, "scheduling_strategy": here}
+        self.server = ray.remote(FileServer).options(**options).remote(self.root)
+        self._list_files = list_files
+
+    @cached_property
+    def files(self) -> list[SentFile]:
+        """All that a node without this folder needs."""
+        paths = self._list_files()
+        return [SentFile(path.as_posix(), digest_file(path), path.stat().st_size) for path in paths]
+
+
+@contextlib.contextmanager
+def _share_project(ray: Any, list_files: Callable[[], list[Path]]) -> Iterator[_Project]:
+    project = _Project(ray, list_files)
+    token = Path(project.token)
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.touch()
+    try:
+        yield project
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _start(ray: Any, run: _Run) -> _Worker:
+    resources = dict(run.execution.resources)
+    options = {
+        "num_cpus": resources.pop("CPU", 0 if "GPU" in resources else 1),
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
+        "max_concurrency": 2,  # it is asked what is new while it works
+    }
+    return _Worker(ray.remote(Replica).options(**options).remote())
+
+
+def _begin(ray: Any, worker: _Worker, order: Order, project: _Project, seen: tuple[str, bool]) -> None:
+    """Give a replica its project, where it does not see it, and its order.
+
+    Args:
+        ray: the library.
+        worker: the replica.
+        order: what it serves.
+        project: the driver's folder.
+        seen: what it says of itself: its host, and whether it sees that folder.
+    """
+    worker.host, worker.sees_root = seen
+    files = worker.actor.fetch
+    root = project.root if worker.sees_root else ray.get(files.remote(project.files, project.server))
+    ray.get(worker.actor.begin.remote(root, order))
+
+
+def _get(ray: Any, worker: _Worker, reference: Any) -> Any:
+    """Return a result, or raise what a user can act on with the host where it was raised."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, QuantgateError | OSError):
+            raise EngineError(f"{worker.host or 'a replica'}: {cause}") from None
+        raise
+
+
+def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> _Worker:
+    """Give shards to replicas until all are finished; return a replica that still works."""
+    starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
+    running: dict[Any, _Worker] = {}
+    ready: list[_Worker] = []
+    last = time.monotonic()
+    while run.waiting or running or not ready:
+        if not starting and not running and not ready:
+            raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
+        done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
+        for reference in done:
+            worker = starting.pop(reference, None) or running.pop(reference)
+            if _settle(ray, run, worker, reference, project):
+                ready.append(worker)
+            elif len(starting) + len(running) + len(ready) < run.execution.count_workers(ray.cluster_resources()):
+                other = _start(ray, run)
+                starting[other.actor.look.remote(project.root, project.token)] = other
+        _assign(run, ready, running)
+        for worker in running.values():
+            _take_new(ray, run, worker)
+        if time.monotonic() - last > _PROGRESS_S:
+            last = time.monotonic()
+            _say_progress(run, [*running.values(), *ready])
+    for worker in ready[1:]:
+        ray.kill(worker.actor)
+    return ready[0]
+
+
+def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any, project: _Project) -> bool:
+    """Take over what a replica has finished; return whether it can go on."""
+    shard, worker.shard = worker.shard, None
+    try:
+        if shard is None:
+            _begin(ray, worker, run.order, project, ray.get(reference))
+        else:
+            ray.get(reference)
+            _take_new(ray, run, worker, is_last=True)
+        return True
+    except ray.exceptions.RayActorError:
+        run.num_dead += 1
+        problem: Exception = EngineError(f"{worker.host or 'a replica'}: its worker ended by itself")
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error.cause, QuantgateError | OSError):
+            raise
+        problem = EngineError(f"{worker.host or 'a replica'}: {error.cause}")
+        ray.kill(worker.actor)
+    if shard is None:
+        if run.num_dead > MAX_FAILURES * run.count or not isinstance(problem, EngineError):
+            raise problem
+        return False
+    run.failures[shard] += 1
+    run.avoided.setdefault(shard, set()).add(worker.host)
+    print(f"  shard {shard}: {problem}; given to another replica", file=sys.stderr, flush=True)
+    if run.failures[shard] >= MAX_FAILURES:
+        raise EngineError(
+            f"{run.order.candidate}: shard {shard} failed {MAX_FAILURES} times, last on {problem}; what finished is "
+            "kept, run `dvc repro` to go on"
+        )
+    run.waiting.appendleft(shard)
+    return False
+
+
+def _assign(run: _Run, ready: list[_Worker], running: dict[Any, _Worker]) -> None:
+    """Give waiting shards to replicas that are free: not to a host on which one failed, while there are others."""
+    hosts = {worker.host for worker in [*ready, *running.values()]}
+    for worker in list(ready):
+        shard = next((s for s in run.waiting if worker.host not in run.avoided.get(s, set())), None)
+        if shard is None:
+            shard = next((s for s in run.waiting if hosts <= run.avoided.get(s, set())), None)
+        if shard is None:
+            continue
+        run.waiting.remove(shard)
+        ready.remove(worker)
+        worker.shard = shard
+        earlier = _read_earlier(run.folder / shard.folder)
+        running[worker.actor.run.remote(shard.number, shard.count, earlier)] = worker
+
+
+def _take_new(ray: Any, run: _Run, worker: _Worker, *, is_last: bool = False) -> None:
+    """Append what a replica has written since the last call to the driver's own files."""
+    while True:
+        try:
+            new = ray.get(worker.actor.read_new.remote())
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+            return  # its end is dealt with where its shard is waited for
+        for name, offset, data in new:
+            path = run.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".json":
+                path.write_bytes(data)
+                continue
+            with path.open("r+b" if path.exists() else "wb") as file:
+                file.seek(offset)
+                file.write(data)
+            worker.num_entries += data.count(b"\n")
+        if not is_last or not any(name.endswith(".jsonl") for name, _, _ in new):
+            return
+
+
+def _say_progress(run: _Run, workers: Sequence[_Worker]) -> None:
+    seconds = time.monotonic() - run.start
+    left = len(run.waiting) + sum(worker.shard is not None for worker in workers)
+    done = run.count - left
+    eta = f", about {seconds / done * left:.0f} s left" if done else ""
+    rates = ", ".join(f"{worker.host} {worker.num_entries / seconds:.1f}/s" for worker in workers)
+    lost = f", {run.num_dead} dead, {run.failures.total()} retries" if run.num_dead or run.failures else ""
+    print(
+        f"  {run.order.candidate}: {done}/{run.count} shards, {len(workers)} replicas ({rates}){lost}{eta}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:
+    """Have one replica make the evaluation of all shards, and put it in place."""
+    files = [path.as_posix() for path in sorted(run.folder.rglob("*")) if path.is_file()]
+    _get(ray, worker, worker.actor.finish.remote(files, project.server))
+    _fetch_made(ray, worker, "evaluations", Path(run.order.build) / "evaluations" / run.order.candidate)
+    shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def _fetch_made(ray: Any, worker: _Worker, folder: str, target: Path) -> None:
+    made = target.with_name(f".{target.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    for path in _get(ray, worker, worker.actor.list_made.remote(folder)):
+
+        def read(offset: int, path: str = path) -> bytes:
+            data: bytes = _get(ray, worker, worker.actor.read_made.remote(folder, path, offset))
+            return data
+
+        receive(made / path, read)
+    replace_folder(made, target)
+
+
+def _read_earlier(folder: Path) -> Mapping[str, bytes]:
+    """Return the entries of former attempts at a shard, by eval."""
+    earlier: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*/*.jsonl")):
+        data = path.read_bytes()
+        earlier[path.stem] = earlier.get(path.stem, b"") + data[: data.rfind(b"\n") + 1]
+    return earlier
+
+
+def _find_count(folder: Path) -> int | None:
+    """Return in how many shards an earlier run was cut; None where there is none."""
+    counts = {int(path.name.rpartition("-")[2]) for path in folder.glob("*-of-*")}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _list_finished(folder: Path) -> set[Shard]:
+    """Return the shards that an earlier run finished."""
+    from pipeline.records.record_files import read_record
+    from pipeline.running.shards import Attempt
+
+    attempts = [read_record(path, Attempt) for path in folder.glob("*-of-*/*/attempt.json")]
+    return {Shard(attempt.number, attempt.count) for attempt in attempts if attempt.is_finished}

@@ -1,0 +1,239 @@
+"""What runs on the nodes of a Ray cluster: one replica of a candidate, and the server of the driver's files.
+
+Ray sends this module itself, so that a node needs no copy of the project: it imports nothing of it before `begin`, and
+nothing but Ray and what comes with Python. A replica works in the project's folder where its node sees it, and else in
+a copy that is put together from files by their digests; each is fetched once a node.
+
+Driver's side: `ray_cluster.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+CHUNK = 16 << 20  # bytes that travel at once
+CACHE = Path("~/.cache/quantgate/files")  # of a node, by digest
+
+
+@dataclass(frozen=True)
+class SentFile:
+    """A file of the driver's project: path relative to it, sha256, bytes and mode."""
+
+    path: str
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a replica serves, in words alone: the rest is read from params.yaml."""
+
+    candidate: str
+    build: str  # folder of the product's results, relative to the project
+    environment: Mapping[str, str]  # of the driver, that can change an answer
+
+
+class FileServer:
+    """Gives the driver's files to nodes that do not see them; runs on the driver's node."""
+
+    def __init__(self, root: str) -> None:
+        """Serve files below a folder."""
+        self._root = Path(root)
+
+    def read(self, path: str, offset: int) -> bytes:
+        """Return the next bytes of a file; none at its end."""
+        with (self._root / path).open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK)
+
+
+class Replica:
+    """One candidate, loaded or served once, that evaluates shard after shard."""
+
+    def __init__(self) -> None:
+        """Make a folder for what is made here; it ends with the process."""
+        self._scratch = Path(tempfile.mkdtemp(prefix="quantgate-"))
+        self._build = self._scratch / "build"
+        self._stack = contextlib.ExitStack()
+        self._run: Callable[[Any], int] | None = None
+        self._sent: dict[str, int] = {}  # bytes of each file that the driver has
+
+    def look(self, root: str, token: str) -> tuple[str, bool]:
+        """Return the host's name, and whether it sees the driver's folder, in which a file of this name lies."""
+        return socket.gethostname(), (Path(root) / token).is_file()
+
+    def fetch(self, files: Sequence[SentFile], server: Any) -> str:
+        """Put a copy of the driver's project together; return its folder."""
+        root = self._scratch / "project"
+        for file in files:
+            kept = CACHE.expanduser() / file.sha256[:2] / file.sha256
+            with lock_file(kept):
+                if not kept.is_file():
+                    receive(kept, partial(_ask, server, file.path))
+                    check_received(kept, file)
+            target = root / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link(kept, target)
+        return str(root)
+
+    def begin(self, root: str, order: Order) -> None:
+        """Work in a project's folder, as a stage does, with the driver's environment."""
+        os.chdir(root)
+        sys.path.insert(0, root)
+        self._order = order
+        from pipeline.records.fingerprints import read_environment
+
+        # Ray sets the number of threads, which the driver may not have set
+        for name in read_environment():
+            if name not in order.environment:
+                del os.environ[name]
+        os.environ.update(order.environment)
+        made = Path(order.build) / "candidates" / order.candidate
+        self._build.mkdir(parents=True)
+        if made.is_dir():
+            (self._build / "candidates").mkdir()
+            (self._build / "candidates" / order.candidate).symlink_to(made.resolve())
+
+    def run(self, number: int, count: int, earlier: Mapping[str, bytes]) -> int:
+        """Evaluate one shard; return the number of its entries.
+
+        Args:
+            number: of the shard, from 1.
+            count: how many there are.
+            earlier: what the driver holds of former attempts at it, by eval.
+        """
+        from pipeline.running.shards import Shard
+
+        shard = Shard(number, count)
+        home = self._build / "shards" / self._order.candidate / shard.folder / "0-earlier"
+        for name, entries in earlier.items():
+            home.mkdir(parents=True, exist_ok=True)
+            (home / f"{name}.jsonl").write_bytes(entries)
+        if self._run is None:
+            kind, product = self._find_product()
+            opened = kind.open_replica(self._order.candidate, product, root=Path(), build=self._build)
+            self._run = self._stack.enter_context(opened)
+        return self._run(shard)
+
+    def read_new(self) -> list[tuple[str, int, bytes]]:
+        """Return what was written to attempts since the last call: path in the shards' folder, offset, bytes."""
+        home = self._build / "shards" / self._order.candidate
+        new = []
+        for path in sorted(home.glob("*/*/*.json*")):
+            name = path.relative_to(home).as_posix()
+            if path.parent.name == "0-earlier" or path.name.startswith("."):
+                continue
+            offset = 0 if path.suffix == ".json" else self._sent.get(name, 0)
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(CHUNK)
+            if path.suffix == ".jsonl":
+                data = data[: data.rfind(b"\n") + 1]  # whole entries
+                self._sent[name] = offset + len(data)
+            if data:
+                new.append((name, offset, data))
+        return new
+
+    def finish(self, files: Sequence[str], server: Any) -> None:
+        """Evaluate the whole from the shards that the driver holds, on a device like theirs.
+
+        Args:
+            files: paths of the shards' files in the driver's project.
+            server: gives them.
+        """
+        self.close()
+        folder = self._build / "shards" / self._order.candidate
+        shutil.rmtree(folder, ignore_errors=True)
+        home = f"{self._order.build}/shards/{self._order.candidate}/"
+        for path in files:
+            receive(folder / path.removeprefix(home), partial(_ask, server, path))
+        kind, product = self._find_product()
+        kind.evaluate(self._order.candidate, product, root=Path(), build=self._build)
+
+    def make(self) -> str:
+        """Build the candidate where its stage does; return a line that says what it became."""
+        kind, product = self._find_product()
+        self._build = Path(self._order.build)
+        said: str = kind.optimize(self._order.candidate, product, root=Path(), build=self._build)
+        return said
+
+    def list_made(self, folder: str) -> list[str]:
+        """Return the files of a folder of results, relative to it."""
+        home = self._build / folder / self._order.candidate
+        return [path.relative_to(home).as_posix() for path in sorted(home.rglob("*")) if path.is_file()]
+
+    def read_made(self, folder: str, path: str, offset: int) -> bytes:
+        """Return the next bytes of a file of results; none at its end."""
+        with (self._build / folder / self._order.candidate / path).open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK)
+
+    def close(self) -> None:
+        """End what was loaded or started."""
+        self._run = None
+        self._stack.close()
+
+    def _find_product(self) -> tuple[Any, Any]:
+        from pipeline.products import KINDS
+        from pipeline.products.params import find_owner, load_params
+        from pipeline.settings.base import Product
+
+        product = find_owner(load_params(), self._order.candidate, kind=Product)
+        return KINDS[product.kind], product.use_workers(1)
+
+
+def _ask(server: Any, path: str, offset: int) -> bytes:
+    import ray
+
+    data: bytes = ray.get(server.read.remote(path, offset))
+    return data
+
+
+def receive(target: Path, read: Callable[[int], bytes]) -> None:
+    """Write a file from the chunks that `read` gives by their offset, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        while chunk := read(file.tell()):
+            file.write(chunk)
+    partial.replace(target)
+
+
+def check_received(path: Path, file: SentFile) -> None:
+    """Refuse a file that is not what the driver digested."""
+    with path.open("rb") as received:
+        came = hashlib.file_digest(received, "sha256").hexdigest()
+    if came != file.sha256:
+        path.unlink()
+        raise OSError(
+            0, f"{file.path}: expected content {file.sha256[:12]}, received {came[:12]}; it changed meanwhile"
+        )
+
+
+def link(source: Path, target: Path) -> None:
+    """Link a file of the cache into a project, or copy it where they lie on two disks."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+@contextlib.contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Keep the other replicas of this node from fetching the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
