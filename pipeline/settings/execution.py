@@ -19,12 +19,11 @@ class LocalExecution(Settings):
     """Processes of this machine."""
 
     kind: Literal["local"] = "local"
-    num_workers: MAX_LOCAL = 64  # processes of a product on one machine
-NumWorkers = "auto"  # a product without num_workers or num_servers has so many; auto: GPUs, or cores
+    num_workers: NumWorkers = "auto"  # of a product without num_workers or num_servers; auto: GPUs, or cores
 
     def count_local_workers(self) -> int:
         """Return how many processes a product uses that does not say so itself."""
-        return count_local() if self.num_workers == "auto" else self.num_workers
+        return count_local() if self.num_workers == "auto" else min(self.num_workers, MAX_LOCAL)
 
 
 class RayExecution(Settings):
@@ -32,8 +31,7 @@ class RayExecution(Settings):
 
     kind: Literal["ray"]
     address: str = "auto"  # as `ray.init` takes it
-    num_workers: MAX_LOCAL = 64  # processes of a product on one machine
-NumWorkers = "auto"  # replicas; auto: as many as there are resources for
+    num_workers: NumWorkers = "auto"  # replicas; auto: as many as there are resources for
     resources: dict[str, Annotated[float, Field(gt=0)]] = {"CPU": 1}  # of a replica
 
     def count_local_workers(self) -> int:
