@@ -141,9 +141,9 @@ class Replica:
                 data = file.read(CHUNK)
             if path.suffix == ".jsonl":
                 data = data[: data.rfind(b"\n") + 1]  # whole entries
-                self._sent[name] = offset + len(data)
-            if data:
+            if data or name not in self._sent:  # an empty file says that there was nothing to do
                 new.append((name, offset, data))
+            self._sent[name] = offset + len(data)
         return new
 
     def finish(self, files: Sequence[str], server: Any) -> None:
