@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.running.environment import Machine
-from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval, Product
 
 if TYPE_CHECKING:  # else an edit of gate or report would make stale what every stage made
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
+    from pipeline.running.shards import Shard
 
 P = TypeVar("P", bound=Product)
 Watched = dict[str, Any]  # what a stage's result depends on, by a name that says what changed

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if shard is not None:
         evaluate_shard(name, product, shard)
     elif isinstance(params.execution, RayExecution):
-        from pipeline.running.ray_cluster import evaluate_on_ray
+        from pipeline.products.ray_cluster import evaluate_on_ray
 
         evaluate_on_ray(params.execution, name, product.build, lambda: list_project_files(params, product, name))
     else:

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 def build(name: str, product: Product, params: Params) -> str:
     """Build a candidate here or on a cluster."""
     if isinstance(params.execution, RayExecution):
-        from pipeline.running.ray_cluster import build_on_ray
+        from pipeline.products.ray_cluster import build_on_ray
 
         return build_on_ray(params.execution, name, product.build, lambda: list_project_files(params, product, name))
     return KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)

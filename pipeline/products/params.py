@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem, show_value
 from pipeline.products import KINDS
+from pipeline.running.environment import count_workers
 from pipeline.settings.base import Product, describe_yaml_error
 from pipeline.settings.execution import Execution, LocalExecution, RayExecution
 from pipeline.settings.yaml_files import read_yaml
@@ -169,7 +170,9 @@ def _parse(data: Any) -> Params:
     for name, candidate in sections["candidates"].items():
         owner = _read_owner(name, candidate, owned)
         owned[owner][name] = {k: v for k, v in candidate.items() if k != "product"}
-    num_workers = execution.count_local_workers()
+    # a stage that works on this machine, as the benchmark does, has these whatever a cluster has
+    local = execution if isinstance(execution, LocalExecution) else LocalExecution()
+    num_workers = count_workers() if local.num_workers == "auto" else local.num_workers
     products = {
         name: _parse_product(name, section, owned[name], num_workers) for name, section in sections["products"].items()
     }

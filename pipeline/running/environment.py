@@ -60,6 +60,7 @@ INSTRUCTION_SETS = (
 )
 NVIDIA_SMI_TIMEOUT_S = 120
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MAX_WORKERS = 64  # processes of a product on one machine
 
 
 class Gpu(Record):
@@ -273,6 +274,15 @@ def count_cores() -> int:
     if quota.isdigit() and period.isdigit():
         allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
+
+
+def count_workers() -> int:
+    """Return how many processes work here at once: one for each GPU this process may use, or for each core.
+
+    GPUs are counted by their device files, as asking nvidia-smi takes longer than a stage that has nothing to do.
+    """
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return min(MAX_WORKERS, len(list_visible_gpus(num_gpus, os.environ.get(VISIBLE))) or count_cores())
 
 
 def count_memory_mib() -> int:

@@ -498,7 +498,7 @@ def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) 
 def test_what_stands_beside_products_and_candidates_is_refused(key: str) -> None:
     """A gate there would seem to hold for all products, and would hold for none."""
     assert refusal(VALID | {key: TEXT["gate"]}) == (
-        f"{key}: expected products and candidates, got another key; remove it, or move it into a product"
+        f"{key}: expected products, candidates and execution, got another key; remove it, or move it into a product"
     )
 
 

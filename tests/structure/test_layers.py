@@ -46,6 +46,7 @@ NAMING = {
     "running.gpu_proof": "a library",
     "running.journal": "a field",
     "running.made_files": "libraries",
+    "running.shards": "a field",
 }
 OLD_FORMS = ("outcomes", "release")  # read records of others and bundles of old releases
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from pipeline.product import Inputs
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
-from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
+    from pipeline.running.shards import Shard
 
 
 class ImagesKind:

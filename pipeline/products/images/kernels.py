@@ -34,7 +34,7 @@ def count_products(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any] 
         for name in layers:
             hook = module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
             stack.callback(hook.remove)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             run()
     seen = {event.key: event.count for event in profiler.key_averages()}
     return {

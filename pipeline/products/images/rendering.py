@@ -139,7 +139,8 @@ def _name_weight(stored: str) -> str:
 def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing) -> Latents:
     """Run the denoising loop on a batch of prompts that share a category.
 
-    Each image has its own generator, so that a seed gives the same noise in any batch.
+    Each image has its own generator, so that a seed gives the same noise in any batch. It is drawn in float32 for any
+    number format: some releases of torch draw other numbers for bfloat16, and then no picture is like the reference's.
     """
     guidance = _find_guidance(serving, prompts[0].category)
     ratios: list[torch.Tensor] = []
@@ -162,6 +163,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
     handle = pipe.unet.register_forward_hook(watch)
     try:
         size = pipe.unet.config.sample_size * pipe.vae_scale_factor
+        generators = [torch.Generator("cpu").manual_seed(p.seed) for p in prompts]
         values = pipe(
             prompt=[p.text for p in prompts],
             height=size,
@@ -169,7 +171,8 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             num_inference_steps=serving.num_inference_steps,
             guidance_scale=guidance["scale"],
             guidance_rescale=guidance["rescale"],
-            generator=[torch.Generator("cpu").manual_seed(p.seed) for p in prompts],
+            generator=generators,
+            latents=_draw_noise(pipe.unet, generators),
             output_type="latent",
         ).images
     except (ValueError, TypeError, RuntimeError) as error:
@@ -182,6 +185,12 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
     finally:
         handle.remove()
     return Latents(values.float(), ratios)
+
+
+def _draw_noise(unet: Any, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Return the noise that diffusers would draw of these generators in float32, in the U-Net's number format."""
+    shape = (1, unet.config.in_channels, unet.config.sample_size, unet.config.sample_size)
+    return torch.cat([torch.randn(shape, generator=generator) for generator in generators]).to(unet.dtype)
 
 
 @torch.inference_mode()

@@ -17,12 +17,12 @@ from pipeline.products.text.settings import (
     WeightStep,
 )
 from pipeline.running.environment import Machine, read_available_mib, read_gpu_capabilities, read_gpu_free_mib
-from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
+    from pipeline.running.shards import Shard
 
 
 class TextKind:

@@ -11,12 +11,12 @@ from pipeline.product import Inputs
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
-from pipeline.running.shards import Shard
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
+    from pipeline.running.shards import Shard
 
 
 class VisionKind:

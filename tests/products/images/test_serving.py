@@ -14,7 +14,7 @@ import torch
 from pipeline.errors import EngineError
 from pipeline.gate.loosening import digest_serving
 from pipeline.products.images import workers
-from pipeline.products.images.rendering import Prompt, make_latents
+from pipeline.products.images.rendering import Prompt, load_pipeline, make_latents
 from pipeline.products.images.settings import GuidanceStep, VaePrecisionStep
 from pipeline.products.images.steps import STEPS
 from pipeline.records.evaluations import Evaluation
@@ -75,6 +75,23 @@ def test_a_pipeline_that_the_gpu_does_not_hold_is_one_line(monkeypatch: pytest.M
     assert "unet_precision" in said and "num_workers" in said and "\n" not in said
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_seed_gives_the_same_noise_in_every_number_format(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 draws others in bfloat16: on an H100 no picture was like the reference's, and the gate failed."""
+    draw, drawn = torch.randn, []
+
+    def watch(*args: Any, **options: Any) -> torch.Tensor:
+        assert options.get("dtype") in (None, torch.float32)
+        drawn.append(draw(*args, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch, "randn", watch)
+    pipe = load_pipeline(ROOT / "models/product-shots", PLAIN.model_copy(update={"unet_dtype": dtype}))
+    make_latents(pipe, [Prompt("a red square", 1), Prompt("a red square", 2)], PLAIN)
+    assert [noise.shape[0] for noise in drawn] == [1, 1] and not torch.equal(*drawn)
+    assert torch.equal(drawn[0], draw(drawn[0].shape, generator=torch.Generator("cpu").manual_seed(1)))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -85,6 +102,7 @@ def test_a_pipeline_that_the_gpu_does_not_hold_is_one_line(monkeypatch: pytest.M
 )
 def test_a_device_that_failed_is_not_a_fault_of_the_prompts(text: str, expected: type[Exception]) -> None:
     pipe = MagicMock(side_effect=RuntimeError(text))
+    pipe.unet = MagicMock(dtype=torch.float32, config=SimpleNamespace(in_channels=4, sample_size=2))
     serving = MagicMock(guidance_scale=1.0, guidance_rescale=0.0, guidance_by_category={})
     with pytest.raises(expected, match=text):
         make_latents(pipe, [Prompt("a red square", 1)], serving)

@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import EngineError, IgnoredFieldError, RequestError
 from pipeline.products.text.serving import client as client_module
 from pipeline.products.text.serving.answers import find_ignored
-from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 CHAT = {
@@ -256,20 +256,32 @@ def test_no_more_requests_in_flight_than_allowed() -> None:
     assert most == 3
 
 
-def test_scores_are_read_from_vllms_form_and_calls_are_merged() -> None:
-    async def run() -> tuple[list[Any], int]:
+def test_scores_are_read_from_vllms_form() -> None:
+    async def run() -> list[Any]:
         async with FakeServer(echo_scores) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
-            results = await asyncio.gather(*(client.score([[1, 2, 3], [4, 5 + i]], top_logprobs=2) for i in range(10)))
-            return results, len(server.bodies)
+            return await asyncio.gather(*(client.score([[1, 2, 3], [4, 5 + i]], top_logprobs=2) for i in range(10)))
 
-    results, num_requests = asyncio.run(run())
-    assert num_requests < 10  # merged, not one request a call
-    first, second = results[3]
+    first, second = asyncio.run(run())[3]
     np.testing.assert_array_equal(first.token_logprobs, np.array([-2, -3], np.float32))
     np.testing.assert_array_equal(second.token_logprobs, np.array([-8], np.float32))  # results were not mixed up
     # the given token is not among the two best, and the generated one is dropped
     np.testing.assert_array_equal(first.top_ids, [[7, 8], [7, 8]])
     np.testing.assert_array_equal(first.top_logprobs, np.array([[-0.5, -1.0]] * 2, np.float32))
+
+
+def test_equal_calls_make_equal_requests_whatever_else_is_asked() -> None:
+    """Concurrent calls were merged as they came: who shared a forward pass differed, and last bits of scores."""
+
+    async def run(num_others: int) -> list[Any]:
+        async with FakeServer(echo_scores) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            batch = [[1, 2, 3], [4] * MAX_SCORE_TOKENS, [5, 6], [7, 8]]
+            others = [client.score([[9, 10 + i]], top_logprobs=2) for i in range(num_others)]
+            await asyncio.gather(client.score(batch, top_logprobs=2), *others)
+            return [body["prompt"] for body in server.bodies if body["prompt"][0][0] != 9]
+
+    alone = asyncio.run(run(0))
+    assert [[len(tokens) for tokens in prompt] for prompt in alone] == [[3], [MAX_SCORE_TOKENS], [2, 2]]
+    assert asyncio.run(run(10)) == alone
 
 
 def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:

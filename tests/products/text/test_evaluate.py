@@ -143,7 +143,7 @@ def run(
 def test_servers_start_while_evals_are_described(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, describe, start = threading.Event(), evaluate_module._describe_evals, endpoint.start
+    started, describe, start = threading.Event(), evaluate_module.describe_evals, endpoint.start
 
     def wait_for_start(*args: Any) -> Any:
         assert started.wait(30), "nothing was started before lm-eval was there"
@@ -153,7 +153,7 @@ def test_servers_start_while_evals_are_described(
         started.set()
         return start(*args, **options)
 
-    monkeypatch.setattr(evaluate_module, "_describe_evals", wait_for_start)
+    monkeypatch.setattr(evaluate_module, "describe_evals", wait_for_start)
     monkeypatch.setattr(evaluate_module, "start_engine", note_start)
     assert run(tmp_path).evals["first"].num_cases == 2
 
@@ -176,7 +176,7 @@ def test_a_server_that_fails_meanwhile_is_the_error_and_the_next_run_works(
 
     with monkeypatch.context() as patched:
         patched.setattr(evaluate_module, "start_engine", fail)
-        patched.setattr(evaluate_module, "_describe_evals", fail)
+        patched.setattr(evaluate_module, "describe_evals", fail)
         with pytest.raises(EngineError, match="^no room$"):
             run(tmp_path)
     assert run(tmp_path).evals["first"].num_cases == 2

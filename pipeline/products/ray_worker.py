@@ -122,9 +122,7 @@ class Replica:
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
         if self._run is None:
-            kind, product = self._find_product()
-            opened = kind.open_replica(self._order.candidate, product, root=Path(), build=self._build)
-            self._run = self._stack.enter_context(opened)
+            self._run = self._stack.enter_context(self._do("open_replica"))
         return self._run(shard)
 
     def read_new(self) -> list[tuple[str, int, bytes]]:
@@ -159,15 +157,12 @@ class Replica:
         home = f"{self._order.build}/shards/{self._order.candidate}/"
         for path in files:
             receive(folder / path.removeprefix(home), partial(_ask, server, path))
-        kind, product = self._find_product()
-        kind.evaluate(self._order.candidate, product, root=Path(), build=self._build)
+        self._do("evaluate")
 
     def make(self) -> str:
         """Build the candidate where its stage does; return a line that says what it became."""
-        kind, product = self._find_product()
         self._build = Path(self._order.build)
-        said: str = kind.optimize(self._order.candidate, product, root=Path(), build=self._build)
-        return said
+        return str(self._do("optimize"))
 
     def list_made(self, folder: str) -> list[str]:
         """Return the files of a folder of results, relative to it."""
@@ -184,6 +179,11 @@ class Replica:
         """End what was loaded or started."""
         self._run = None
         self._stack.close()
+
+    def _do(self, method: str) -> Any:
+        """Call what a stage calls; by its name, as the code of one stage must not become that of the other."""
+        kind, product = self._find_product()
+        return getattr(kind, method)(self._order.candidate, product, root=Path(), build=self._build)
 
     def _find_product(self) -> tuple[Any, Any]:
         from pipeline.products import KINDS

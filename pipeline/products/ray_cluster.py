@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError, QuantgateError, SettingsError
+from pipeline.products import ray_worker
+from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, receive
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import read_environment
-from pipeline.running import ray_worker
-from pipeline.running.ray_worker import FileServer, Order, Replica, SentFile, receive
 from pipeline.running.shards import Shard
 from pipeline.settings.execution import RayExecution
 
