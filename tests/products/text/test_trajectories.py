@@ -110,6 +110,7 @@ def run(folder: Path, client: ListedClient, context_length: int = 1024, **settin
             context_length=context_length,
             fingerprint="f",
             watch=None,
+            list_own=lambda: [CASE],
         )
         (record,) = asyncio.run(evaluate(context))
     return record
