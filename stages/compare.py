@@ -12,6 +12,7 @@ from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.benchmarks import read_machine
 from pipeline.records.files import write_text
+from pipeline.records.record_files import format_json
 from pipeline.report.publish import write_metrics, write_report
 from pipeline.settings.base import ENV, METRICS, Product
 from stages.cli import read_name, run_stage
@@ -23,8 +24,8 @@ def main(argv: list[str]) -> int:
     kind = KINDS[product.kind]
     compared = compare_release(product, kind.get_auditor(), product.build)
     judgement = compared.judgement
-    # megabytes that git keeps twice: a third of them would be spaces
-    write_text(product.reports / VERDICT_FILE, judgement.model_dump_json(indent=1) + "\n")
+    # megabytes that git keeps twice
+    write_text(product.reports / VERDICT_FILE, format_json(judgement.model_dump(mode="json"), levels=4) + "\n")
     with use_metrics(product.metrics):
         write_report(compared, product, kind.get_presenter(), read_machine(ENV / "machine.json"))
         write_metrics(compared, METRICS / product.name)

