@@ -161,7 +161,7 @@ def _list_settings(section: str) -> list[tuple[str, str, Any]]:
     return [
         (name, key, value)
         for name, product in PARAMS["products"].items()
-        for key, value in product[section].items()
+        for key, value in product.get(section, {}).items()
         if not isinstance(value, dict)
     ]
 
