@@ -70,13 +70,12 @@ class Journal:
         self.num_torn_bytes = 0  # size of the unfinished last line that was dropped
         self.damaged: list[str] = []  # what is wrong with each other line that could not be read
         self._key = (fingerprint, key)
-        self._entries: dict[str, tuple[CaseRecord, str | None]] = {}
-        self._texts: dict[str, str] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # of each entry in the file: pictures would not fit in memory
         self._unsynced = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._size = self._read()
-            self._file: BinaryIO = path.open("ab", buffering=0)
+            self._file: BinaryIO = path.open("a+b", buffering=0)
             if self.num_torn_bytes:
                 self._file.truncate(self._size)
         except OSError as error:
@@ -90,11 +89,16 @@ class Journal:
 
     def __len__(self) -> int:
         """Return the number of entries, of whatever candidate."""
-        return len(self._entries) + len(self._texts)
+        return len(self._places)
+
+    def holds(self, digest: str) -> bool:
+        """Say whether a case or a part of one is finished."""
+        return self._entry_key(digest) in self._places
 
     def find(self, case_digest: str) -> tuple[CaseRecord, str | None] | None:
         """Return the record of a finished case and its attachment, or None."""
-        return self._entries.get(self._entry_key(case_digest))
+        entry = self._find_entry(case_digest, "record")
+        return None if entry is None else (CaseRecord.model_validate(entry["record"]), entry["attachment"])
 
     def add(self, case_digest: str, record: CaseRecord, attachment: str | None = None) -> None:
         """Append one finished case.
@@ -108,13 +112,13 @@ class Journal:
             JournalError: the entry can't be written, for example because the disk is full. What was
                 written before stays readable.
         """
-        key = self._entry_key(case_digest)
-        self._append({"key": key, "record": record.model_dump(), "attachment": attachment})
-        self._entries[key] = (record, attachment)
+        entry = {"key": self._entry_key(case_digest), "record": record.model_dump(), "attachment": attachment}
+        self._append(entry)
 
     def find_text(self, question_digest: str) -> str | None:
         """Return what `add_text` stored, or None."""
-        return self._texts.get(self._entry_key(question_digest))
+        entry = self._find_entry(question_digest, "text")
+        return None if entry is None else str(entry["text"])
 
     def add_text(self, question_digest: str, text: str, *, is_measured: bool = False) -> None:
         """Append one finished part of a case, for evals whose cases are judged elsewhere and all at once.
@@ -124,15 +128,13 @@ class Journal:
             text: what is kept.
             is_measured: it holds times or memory, and another run of the same would write others.
         """
-        key = self._entry_key(question_digest)
-        self._append({"key": key, "text": text} | ({"is_measured": True} if is_measured else {}))
-        self._texts[key] = text
+        entry = {"key": self._entry_key(question_digest), "text": text}
+        self._append(entry | ({"is_measured": True} if is_measured else {}))
 
     def take_over(self, entry: Mapping[str, Any]) -> None:
         """Append an entry of another journal, unless this one has its case."""
-        if entry["key"] not in self._entries and entry["key"] not in self._texts:
+        if entry["key"] not in self._places:
             self._append(entry)
-            self._read_entry(entry)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         line = orjson.dumps(entry) + b"\n"
@@ -140,6 +142,7 @@ class Journal:
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(0, f"{written} of {len(line)} bytes written; the disk is full")
+            self._places[entry["key"]] = (self._size, len(line))
             self._size += len(line)
             self._unsynced += 1
             if self._unsynced >= SYNC_EVERY:
@@ -179,23 +182,40 @@ class Journal:
         """Read all entries; return the length of the intact part in bytes."""
         if not self.path.exists():
             return 0
-        data = self.path.read_bytes()
-        intact = data.rfind(b"\n") + 1
-        self.num_torn_bytes = len(data) - intact
-        for number, line in enumerate(data[:intact].split(b"\n")[:-1], start=1):
-            try:
-                self._read_entry(orjson.loads(line))
-            except (json.JSONDecodeError, KeyError, TypeError):
-                self.damaged.append(f"{self.path}:{number}: not a journal entry")
-            except ValidationError as error:
-                self.damaged.append(f"{self.path}:{number}: {first_problem(error)}")
-        return intact
+        start = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    self.num_torn_bytes = len(line)
+                    break
+                try:
+                    self._places[_check_entry(orjson.loads(line))] = (start, len(line))
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    self.damaged.append(f"{self.path}:{number}: not a journal entry")
+                except ValidationError as error:
+                    self.damaged.append(f"{self.path}:{number}: {first_problem(error)}")
+                start += len(line)
+        return start
 
-    def _read_entry(self, entry: Mapping[str, Any]) -> None:
-        if "text" in entry:
-            self._texts[entry["key"]] = str(entry["text"])
-        else:
-            self._entries[entry["key"]] = (CaseRecord.model_validate(entry["record"]), entry["attachment"])
+    def _find_entry(self, digest: str, part: str) -> dict[str, Any] | None:
+        if (place := self._places.get(self._entry_key(digest))) is None:
+            return None
+        start, length = place
+        entry: dict[str, Any] = orjson.loads(os.pread(self._file.fileno(), length, start))
+        return entry if part in entry else None
+
+
+def _check_entry(entry: Mapping[str, Any]) -> str:
+    """Return the key of an entry; raise what is wrong with it."""
+    if "text" in entry:
+        str(entry["text"])
+    else:
+        CaseRecord.model_validate(entry["record"])
+        entry["attachment"]
+    key = entry["key"]
+    if not isinstance(key, str):
+        raise TypeError(key)
+    return key
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -197,7 +197,7 @@ def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Render what the journal lacks as workers come free; journal each image, with what is noted of its batch."""
-    left = [(batch, category) for batch, category in batches if any(journal.find(c.digest) is None for c in batch)]
+    left = [(batch, category) for batch, category in batches if not all(journal.holds(c.digest) for c in batch)]
     with ThreadPoolExecutor() as threads:
         for place, rendered in run_tasks(pool, render_batch, left, what=name):
             cases = left[place][0]

@@ -192,7 +192,7 @@ def _run_batches(
     name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Run what the journal lacks as workers come free, and journal each picture; after a failure what still ends."""
-    left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
+    left = [batch for batch in batches if not all(journal.holds(case.digest) for case in batch)]
     for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in left], what=name):
         for case, (record, picture) in zip(left[place], judged, strict=True):
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())

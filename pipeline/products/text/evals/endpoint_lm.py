@@ -81,13 +81,13 @@ class EndpointLM(LM):
         if shard is not None:
             clusters = [_name_cluster(request) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
-        chunks = [chunk for chunk in chunks if any(journal.find_text(keys[i]) is None for i in chunk)]
+        chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
             waiting = [pool.submit(ask, [requests[i].args for i in chunk]) for chunk in chunks]
             try:
                 for chunk, answers in zip(chunks, waiting, strict=True):
                     for i, answer in zip(chunk, answers.result(), strict=True):
-                        if journal.find_text(keys[i]) is None:
+                        if not journal.holds(keys[i]):
                             journal.add_text(keys[i], json.dumps(answer))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
