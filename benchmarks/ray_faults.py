@@ -83,24 +83,16 @@ class Trial:
         )
 
     def wait_for_entries(self) -> None:
-        """Wait until some shard is finished and another has begun."""
+        """Wait until some shard with cases is finished, which leaves others."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end:
             assert self.driver is not None
             if self.driver.poll() is not None:
                 raise SystemExit(f"the stage ended too early: {self.finish()}")
-            if self.count_finished() >= 2:
+            if self.list_finished():
                 return
             time.sleep(0.2)
         raise SystemExit("no shard was finished in time")
-
-    def count_finished(self) -> int:
-        """Count the shards that the driver has whole."""
-        done = 0
-        for path in self.shards.glob("*/*/attempt.json"):
-            with contextlib.suppress(json.JSONDecodeError):
-                done += json.loads(path.read_text(encoding="utf-8"))["is_finished"]
-        return done
 
     def finish(self) -> int:
         """Wait for the stage's end; return its exit code."""
@@ -117,12 +109,14 @@ class Trial:
 
     def list_finished(self) -> list[Path]:
         """Return the folders of finished attempts that hold an answer."""
-        return sorted(
-            path.parent
-            for path in self.shards.glob("*/*/attempt.json")
-            if json.loads(path.read_text(encoding="utf-8"))["is_finished"]
-            and any(b'"record":{' in entries.read_bytes() for entries in path.parent.glob("*.jsonl"))
-        )
+        found = []
+        for path in sorted(self.shards.glob("*/*/attempt.json")):
+            entries = [file.read_bytes() for file in path.parent.glob("*.jsonl")]
+            with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                is_finished = json.loads(path.read_text(encoding="utf-8"))["is_finished"]
+                if is_finished and any(b'"record":{' in data for data in entries):
+                    found.append(path.parent)
+        return found
 
 
 def list_replicas() -> list[int]:

@@ -28,8 +28,8 @@ P = TypeVar("P", bound=Product)
 PARAMS = Path("params.yaml")
 _EXECUTION: TypeAdapter[LocalExecution | RayExecution] = TypeAdapter(Execution)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
-# what no node needs: results, databases, environments, tests
-_NOT_SENT = (".git", ".venv", ".dvc/cache", ".dvc/tmp", "build", "reports", "release", "mlartifacts", "mlruns", "tests")
+# what no node needs: results, databases, tests; nor what begins with a dot, as environments and caches do
+_NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db", "tests")
 _RESERVED = ("env",)  # names of folders beside those of the products
 
 
@@ -130,7 +130,7 @@ def list_project_files(params: Params, product: Product, name: str) -> list[Path
 
 def _walk(folder: Path, skipped: Collection[Path]) -> Iterator[Path]:
     for path in folder.iterdir():
-        if path in skipped or path.name == "__pycache__" or path.is_symlink():
+        if path in skipped or path.name == "__pycache__" or path.name.startswith(".") or path.is_symlink():
             continue
         if path.is_dir():
             yield from _walk(path, skipped)

@@ -181,8 +181,9 @@ def _begin(ray: Any, worker: _Worker, order: Order, project: _Project, seen: tup
         seen: what it says of itself: its host, and whether it sees that folder.
     """
     worker.host, worker.sees_root = seen
-    files = worker.actor.fetch
-    root = project.root if worker.sees_root else ray.get(files.remote(project.files, project.server))
+    root = project.root
+    if not worker.sees_root:
+        root = ray.get(worker.actor.fetch.remote(project.files, project.server))
     ray.get(worker.actor.begin.remote(root, order))
 
 

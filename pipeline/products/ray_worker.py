@@ -228,9 +228,7 @@ def check_received(path: Path, file: SentFile) -> None:
         came = hashlib.file_digest(received, "sha256").hexdigest()
     if came != file.sha256:
         path.unlink()
-        raise OSError(
-            0, f"{file.path}: expected content {file.sha256[:12]}, received {came[:12]}; it changed meanwhile"
-        )
+        raise OSError(0, f"{file.path}: expected content {file.sha256[:12]}, got {came[:12]}: it changed meanwhile")
 
 
 def link(source: Path, target: Path) -> None:

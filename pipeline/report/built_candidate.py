@@ -1,11 +1,11 @@
-"""What a report says of a candidate that was built in steps: what was done, and which layers ended in which format."""
+"""What a report says of how a candidate was built and evaluated: steps, formats of layers, shards."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pipeline.gate.wording import escape_markdown
-from pipeline.records.evaluations import BuiltCandidate
+from pipeline.records.evaluations import BuiltCandidate, ShardCounts
 
 
 def describe_built_candidate(candidate: BuiltCandidate) -> str:
@@ -24,6 +24,15 @@ def describe_built_candidate(candidate: BuiltCandidate) -> str:
         )
     sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
     return " ".join(sentences)
+
+
+def describe_shards(shards: ShardCounts) -> str:
+    """Say how an evaluation came together, and how often a part of it had to be begun again."""
+    ended = f", {shards.num_unfinished} of which did not end" if shards.num_unfinished else ""
+    return (
+        f"Evaluated in {shards.num_shards} shards on {shards.num_hosts} host{'s' if shards.num_hosts > 1 else ''}, in "
+        f"{shards.num_attempts} attempts{ended}."
+    )
 
 
 def _describe_step(step: dict[str, Any]) -> str:

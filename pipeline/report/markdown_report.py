@@ -29,6 +29,7 @@ from pipeline.gate.wording import (
 from pipeline.records.benchmarks import Machine
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.report.built_candidate import describe_shards
 from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.report.explanation_records import CandidateExplanation, Explanation
 from pipeline.report.failure_section import build_failure_section
@@ -243,6 +244,8 @@ def _candidate_section(
     lines += [f"- {escape_markdown(str(reason))}" for reason in verdict.reasons]
     if findings.evidence is not None:
         blocks = presenter.build_candidate(verdict, findings, findings.evidence, reference)
+        if (shards := findings.evidence.evaluation.shards) is not None:
+            blocks = [*blocks, describe_shards(shards)]
         lines += [line for block in blocks for line in ("", write_block(block))]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]

@@ -173,14 +173,13 @@ def _run_eval(
     # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
     notes = pool.submit(measure_run, _choose_compared(groups), _pick_shapes(groups, batch_size)).result()
     _run_batches(name, batches, pool, journal)
-    entries = [journal.find(case.digest) for case in evalset.cases]
-    records = [entry[0] for entry in entries if entry is not None]
-    path = working / f"{name}.jsonl"
-    write_cases(path, records)
-    for record, picture in (entry for entry in entries if entry is not None):
+    path, records = working / f"{name}.jsonl", []
+    for record, picture in filter(None, (journal.find(case.digest) for case in evalset.cases)):
+        records.append(record)
         if picture is not None:
             (working / name).mkdir(exist_ok=True)
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+    write_cases(path, records)
     if isinstance(settings, DetectionEval) and (categories := _find_categories(settings, evalset)) is not None:
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")

@@ -1,0 +1,227 @@
+"""The driver of a Ray cluster, with a Ray that is played: who gets which shard, and what a failure costs.
+
+On real nodes, with real faults: `python -m benchmarks.ray_faults`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import CheckpointError, EngineError, SettingsError
+from pipeline.products import ray_cluster
+from pipeline.products.params import find_owner, list_project_files, load_params
+from pipeline.products.ray_cluster import MAX_FAILURES, _Run, _run_shards, _Worker
+from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
+from pipeline.running.shards import Shard
+from pipeline.settings.base import Product
+from pipeline.settings.execution import RayExecution
+from tests.paths import ROOT
+
+
+class RayActorError(Exception):
+    """The process of an actor ended."""
+
+
+class RayTaskError(Exception):
+    """A call raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class PlayedActor:
+    """A replica whose calls end at once, as a plan says."""
+
+    def __init__(self, host: str, run: Callable[[str, int], Any]) -> None:
+        self.host, self.is_alive = host, True
+        self._new: list[tuple[str, int, bytes]] = []
+        self.earlier: list[dict[str, bytes]] = []
+        calls = {
+            "look": lambda *_: (host, True),
+            "begin": lambda *_: None,
+            "run": self._run,
+            "read_new": self._read_new,
+        }
+        self._plan = run
+        for name, call in calls.items():
+            setattr(self, name, SimpleNamespace(remote=lambda *given, call=call: Reference(self, call, given)))
+
+    def _run(self, number: int, count: int, earlier: dict[str, bytes]) -> int:
+        self.earlier.append(earlier)
+        self._new.append((f"{number}-of-{count}/{self.host}/calls.jsonl", 0, f'"{number}"\n'.encode()))
+        self._plan(self.host, number)
+        return 1
+
+    def _read_new(self) -> list[tuple[str, int, bytes]]:
+        new, self._new = self._new, []
+        return new
+
+
+@dataclass(eq=False)
+class Reference:
+    """What stands for the result of a call."""
+
+    actor: PlayedActor
+    call: Callable[..., Any]
+    given: tuple[Any, ...]
+
+
+class PlayedRay:
+    """As much of Ray as the driver calls."""
+
+    exceptions = SimpleNamespace(RayActorError=RayActorError, RayTaskError=RayTaskError)
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Say that the first is done."""
+        return references[:1], references[1:]
+
+    def get(self, reference: Any) -> Any:
+        """Do what the call does."""
+        if not reference.actor.is_alive:
+            raise RayActorError
+        try:
+            return reference.call(*reference.given)
+        except RayActorError:
+            reference.actor.is_alive = False
+            raise
+        except Exception as error:
+            raise RayTaskError(error) from None
+
+    def kill(self, actor: Any) -> None:
+        """End an actor."""
+        actor.is_alive = False
+
+    def cluster_resources(self) -> dict[str, float]:
+        """Say that there is room for all."""
+        return {"CPU": 8.0}
+
+
+def run_all(
+    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[_Run, set[str]]:
+    """Evaluate; return where it stands at the end, and the files that the driver has."""
+    execution = RayExecution(kind="ray", num_workers=len(actors))
+    shards = deque(Shard(number, num_shards) for number in range(1, num_shards + 1))
+    run = _Run(execution, Order("model", folder.as_posix(), {}), num_shards, shards)
+    spare = iter([PlayedActor(f"spare-{i}", actors[0]._plan) for i in range(20)])
+    monkeypatch.setattr(ray_cluster, "_start", lambda *_: _Worker(next(spare)))
+    monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
+    project: Any = SimpleNamespace(root="/", token="t")
+    _run_shards(PlayedRay(), run, [_Worker(actor) for actor in actors], project)
+    return run, {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*.jsonl")}
+
+
+def works(_host: str, _number: int) -> None:
+    """Finish every shard."""
+
+
+def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, files = run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 5, monkeypatch)
+    assert len(files) == 5 and not run.failures and not run.num_dead
+
+
+def test_a_shard_of_a_dead_worker_goes_on_elsewhere_with_what_was_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_at_two(_host: str, number: int) -> None:
+        if number == 2:
+            raise RayActorError
+
+    other = PlayedActor("b", works)
+    part = tmp_path / "shards/model/2-of-3/a/calls.jsonl"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b'"half"\n"torn')
+    run, files = run_all(tmp_path, [PlayedActor("a", die_at_two), other], 3, monkeypatch)
+    assert run.num_dead <= 1 and {name.split("/")[0] for name in files} == {"1-of-3", "2-of-3", "3-of-3"}
+    assert all(b"torn" not in entries for given in other.earlier for entries in given.values())
+
+
+def test_a_shard_that_fails_everywhere_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_at_two(_host: str, number: int) -> None:
+        if number == 2:
+            raise CheckpointError("models/a: expected weights, found none")
+
+    actors = [PlayedActor(name, fail_at_two) for name in "abc"]
+    with pytest.raises(
+        EngineError, match=rf"model: shard 2/3 failed {MAX_FAILURES} times, last on .*: models/a: "
+    ) as e:
+        run_all(tmp_path, actors, 3, monkeypatch)
+    assert "\n" not in str(e.value)
+
+
+def test_a_failed_shard_is_not_given_to_the_same_host_while_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose disk is full would take one shard after another down."""
+    tried: list[tuple[str, int]] = []
+
+    def fill(host: str, number: int) -> None:
+        tried.append((host, number))
+        if host == "full":
+            raise OSError(28, "No space left on device")
+
+    _, files = run_all(tmp_path, [PlayedActor("full", fill), PlayedActor("b", fill)], 4, monkeypatch)
+    assert [host for host, _ in tried].count("full") <= 1 and len(files) >= 4
+
+
+def test_workers_are_as_many_as_there_are_resources_for() -> None:
+    execution = RayExecution(kind="ray", resources={"GPU": 2, "CPU": 4})
+    assert execution.count_workers({"GPU": 5, "CPU": 64}) == 2
+    assert execution.count_workers({"CPU": 64}) == 1
+    assert RayExecution(kind="ray", num_workers=7).count_workers({}) == 7
+
+
+def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with (
+        pytest.raises(SettingsError, match=r"execution\.kind: ray is not installed; `pip install"),
+        ray_cluster.connect(RayExecution(kind="ray")),
+    ):
+        pass
+
+
+def test_a_file_comes_over_in_chunks_whole_or_not_at_all(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10
+    target = tmp_path / "folder/file"
+    receive(target, lambda offset: content[offset : offset + 100])
+    assert target.read_bytes() == content and list(target.parent.iterdir()) == [target]
+    check_received(target, SentFile("file", hashlib.sha256(content).hexdigest(), len(content)))
+    link(target, tmp_path / "linked")
+    assert (tmp_path / "linked").read_bytes() == content
+    with pytest.raises(OSError, match=r"file: expected content 000000000000, got \w+: it changed meanwhile"):
+        check_received(target, SentFile("file", "0" * 64, len(content)))
+    assert not target.exists()
+
+
+def test_a_replica_sends_whole_entries_and_each_once(tmp_path: Path) -> None:
+    replica = Replica()
+    replica._order, replica._build = Order("model", "build/p", {}), tmp_path
+    folder = tmp_path / "shards/model/1-of-2/a"
+    folder.mkdir(parents=True)
+    (folder / "empty.jsonl").touch()
+    entries = folder / "calls.jsonl"
+    entries.write_bytes(b"1\n2\n3 torn")
+    name = "1-of-2/a"
+    assert replica.read_new() == [(f"{name}/calls.jsonl", 0, b"1\n2\n"), (f"{name}/empty.jsonl", 0, b"")]
+    assert replica.read_new() == []
+    with entries.open("ab") as file:
+        file.write(b" no more\n")
+    assert replica.read_new() == [(f"{name}/calls.jsonl", 4, b"3 torn no more\n")]
+
+
+def test_a_node_is_sent_what_a_candidate_needs_and_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    params = load_params()
+    product = find_owner(params, "agent", kind=Product)
+    sent = {path.as_posix() for path in list_project_files(params, product, "agent")}
+    assert {"params.yaml", "models/agent/config.json", "pipeline/errors.py", "stages/evaluate.py"} <= sent
+    assert not any(path.startswith(("models/product-shots/", "models/people-hard/", ".", "build/env")) for path in sent)
