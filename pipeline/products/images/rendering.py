@@ -175,7 +175,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             latents=_draw_noise(pipe.unet, generators),
             output_type="latent",
         ).images
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if describe_gpu_failure(error, remedy=""):  # not of these prompts
             raise
         raise EngineError(

@@ -6,10 +6,12 @@ copy, to see that a kind is one folder and its line in the list. It is small eno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.errors import SettingsError
 from pipeline.product import Inputs
 from pipeline.products.embeddings.settings import EmbeddingsProduct, RetrievalEval, find_embedding_problems
 from pipeline.running.environment import Machine
@@ -18,6 +20,7 @@ from pipeline.settings.base import Eval
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
+    from pipeline.running.shards import Shard
 
 
 class EmbeddingsKind:
@@ -62,6 +65,12 @@ class EmbeddingsKind:
         from pipeline.products.embeddings.serving import read_embedding_candidate
 
         evaluate_embeddings(read_embedding_candidate(build, name, product), product, root=root, build=build)
+
+    def open_replica(
+        self, name: str, product: EmbeddingsProduct, *, root: Path, build: Path
+    ) -> AbstractContextManager[Callable[[Shard], int]]:
+        """Refuse: a query looks for its passage among those of all cases."""
+        raise SettingsError(f"products.{product.name}: expected a whole evaluation, as each case looks at all others")
 
     def benchmark(self, product: EmbeddingsProduct, *, root: Path, build: Path) -> list[str]:
         """Time nothing."""
