@@ -108,6 +108,7 @@ class QuantizeStep(WeightStep, NumberFormats):
         kv_cache: keys and values in few bits; None: as they are.
         smoothing_strength: of SmoothQuant (Xiao et al. 2022), which moves outliers of inputs into the weights before
             they are rounded; None: it is left out.
+        world_size: processes that share the calibration, one a GPU. Another number writes other weights.
     """
 
     kind: Literal["quantize", "gptq", "awq"]  # the last two are read as `quantize`, see below
@@ -119,6 +120,7 @@ class QuantizeStep(WeightStep, NumberFormats):
     damping_fraction: float = Field(default=0.01, gt=0, lt=1)  # of the mean Hessian diagonal
     activation_order: bool = False
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
+    world_size: int = Field(default=1, ge=1, le=64)
 
     @property
     def rounds_to_nearest(self) -> bool:
@@ -131,10 +133,9 @@ class QuantizeStep(WeightStep, NumberFormats):
         return (self.resolve(), *(rule.resolve() for rule in self.rules))
 
     def build_record(self) -> dict[str, Any]:
-        """Return the settings as JSON, without those that another algorithm has."""
-        return self.model_dump(
-            mode="json", exclude={n for n, owner in _OWN_SETTINGS.items() if owner != self.algorithm}
-        )
+        """Return the settings as JSON, without those that another algorithm has; one process is as before any."""
+        unused = {name for name, owner in _OWN_SETTINGS.items() if owner != self.algorithm}
+        return self.model_dump(mode="json", exclude=unused | ({"world_size"} if self.world_size == 1 else set()))
 
     @model_validator(mode="before")
     @classmethod
@@ -177,6 +178,10 @@ class QuantizeStep(WeightStep, NumberFormats):
             yield f"calibration: expected the texts that {needs} is calibrated on, found none"
         if self.calibration and not needs:
             yield "calibration: expected none, as rounding to nearest looks at no text here; remove it"
+        if self.world_size > 1 and self.calibration is None:
+            yield f"world_size: expected 1 without calibration, which is all that ranks share, got {self.world_size}"
+        if self.calibration and self.world_size > (num := self.calibration.num_samples):
+            yield f"world_size: expected at most a rank for each of {num} samples, got {self.world_size}"
 
 
 class SpeculativeStep(Settings):

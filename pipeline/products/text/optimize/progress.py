@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.records.evaluations import Fallback
@@ -49,6 +49,30 @@ class StepLog:
         """Note the largest absolute value of an input or a cache, (1,) or (heads,), if none before was larger."""
         known = self.ranges.get(name)
         self.ranges[name] = largest if known is None else known.maximum(largest)
+
+    def export(self) -> dict[str, Any]:
+        """Return what was noted, for the log of another process; tensors are on the CPU."""
+        import torch
+
+        ranges = {name: torch.as_tensor(largest).cpu() for name, largest in self.ranges.items()}
+        fallbacks = [(fallback.layer, fallback.reason) for fallback in self.fallbacks]
+        scales = {"columns": self._columns, "rows": self._rows}
+        return {"losses": self.losses, "fallbacks": fallbacks, "ranges": ranges, **scales}
+
+    def merge(self, other: Mapping[str, Any]) -> None:
+        """Add what another process noted of its share of layers and samples; what both noted counts once."""
+        for layer, loss in other["losses"].items():
+            if layer not in self.losses:
+                self.record_loss([layer], loss)
+        known = {(fallback.layer, fallback.reason) for fallback in self.fallbacks}
+        for layer, reason in other["fallbacks"]:
+            if (layer, reason) not in known:
+                self.record_fallback(layer, reason)
+        for name, largest in other["ranges"].items():
+            self.record_range(name, largest)
+        # scales are found from what all ranks saw, and are the same everywhere
+        self._columns = self._columns or other["columns"]
+        self._rows = self._rows or other["rows"]
 
     def scale_as_moved(self, layer: str, weight: Any) -> Any:
         """Return a layer's weight, (out, in), as it was before it was rounded; itself where no scale was moved."""

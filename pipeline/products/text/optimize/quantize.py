@@ -29,6 +29,7 @@ from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.ranges import check_ranges
+from pipeline.products.text.optimize.ranks import quantize_by_ranks
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.records.digests import TEXT_FILES, digest_files
@@ -87,10 +88,16 @@ def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration
         # the first layer's loss comes after every sample has been through it
         print(f"{step.algorithm} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
     log.total = len(plan.asked)
-    _run(model, tokenizer, step, plan, log, samples=samples, destination=destination)
-    with log.phases.measure("free the model"):
+    if step.world_size > 1:
         del model
-        _forget_model()
+        with log.phases.measure("quantise by ranks"):
+            quantize_by_ranks(source, destination, step=step, plan=plan, log=log, samples=samples)
+        (destination / "recipe.yaml").unlink(missing_ok=True)
+    else:
+        _run(model, tokenizer, step, plan, log, samples=samples, destination=destination)
+        with log.phases.measure("free the model"):
+            del model
+            _forget_model()
     copy_text_files(source, destination)
     probe = samples[0][:_PROBE_TOKENS] if samples else list(range(min(_PROBE_TOKENS, len(tokenizer))))
     # digested beside the checks: hashing lets other threads run
