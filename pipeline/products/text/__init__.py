@@ -44,7 +44,7 @@ class TextKind:
 
     def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
         """Check layers, tokenizers, chat templates, cases, kernels and memory."""
-        from pipeline.products.text.hardware import warn_of_fallbacks
+        from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
         from pipeline.products.text.memory import (
             Room,
             check_needs,
@@ -53,6 +53,7 @@ class TextKind:
         )
         from pipeline.products.text.preflight import check_text
 
+        check_ranks(product, len(machine.gpus))
         check_text(product, root)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.errors import SettingsError
 from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme, read_format
 from pipeline.products.text.settings import CandidateSettings, QuantizeStep, TextProduct, VllmEngine
@@ -50,6 +51,23 @@ def _runs_on_cpu(weights: NumberFormat, inputs: NumberFormat | None) -> bool:
     if weights.type != inputs.type:
         return False
     return weights.type == "int" or (weights.num_bits == 8 and weights.strategy == "channel")
+
+
+def check_ranks(product: TextProduct, num_gpus: int) -> None:
+    """Refuse a step that more ranks share than there are GPUs, or that ranks can't share without one.
+
+    Raises:
+        SettingsError: with the path of the key.
+    """
+    for name, candidate in product.candidates.items():
+        for i, step in enumerate(candidate.steps):
+            if not isinstance(step, QuantizeStep) or step.world_size == 1:
+                continue
+            where = f"candidates.{name}.steps.{i}.world_size"
+            if num_gpus and step.world_size > num_gpus:
+                raise SettingsError(f"{where}: expected at most {num_gpus}, one rank a GPU, got {step.world_size}")
+            if not num_gpus and step.algorithm == "awq":
+                raise SettingsError(f"{where}: expected 1, as llm-compressor shares AWQ among GPUs alone, found none")
 
 
 def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, ...]) -> list[str]:

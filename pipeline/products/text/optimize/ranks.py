@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize.layers import LayerPlan
@@ -47,7 +48,7 @@ def quantize_by_ranks(
     """Quantise a checkpoint by `step.world_size` processes; losses, fallbacks and ranges go to the log.
 
     Raises:
-        QuantizationError: a rank failed, or there is no GPU for each.
+        QuantizationError: a rank failed.
     """
     with tempfile.TemporaryDirectory() as temporary:
         order = RankOrder(source, destination, step, plan, samples, Path(temporary))
@@ -100,10 +101,12 @@ def _quantize(rank: int, order: RankOrder) -> StepLog:
     import torch.distributed as dist
     from compressed_tensors.offload import load_offloaded_model
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from pipeline.products.text.checkpoints import hide_progress_bars, load_tokenizer
     from pipeline.products.text.optimize.llm_compressor import build_recipe, run_recipe, save_compressed
 
+    logging.set_verbosity_error()  # ranks but the first load no weights, and are given them
     size, has_gpu = order.step.world_size, torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(rank)
