@@ -25,6 +25,7 @@ from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import plan_folder
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import StepResult
+from pipeline.products.text.optimize.ranks import quantize_by_ranks
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
 from pipeline.records.digests import digest_file
@@ -192,6 +193,32 @@ def test_the_model_is_freed_before_its_output_is_loaded(
     monkeypatch.setattr(quantize_module, "load_model", load)
     apply(source, tmp_path / "out", make_step(kind), texts)
     assert loads == 2
+
+
+def test_ranks_share_layers_and_samples_and_write_a_whole_checkpoint(
+    source: Path, texts: Evalset, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    step = make_step("gptq", world_size=2)
+    result = apply(source, tmp_path / "made", step, texts)
+    out, err = capfd.readouterr()
+    plan = plan_folder(source, step)
+    assert [out.count(f"gptq {layer} loss ") for layer in plan.asked] == [1] * len(plan.asked), "each layer, once"
+    assert f"[{len(plan.asked)}/{len(plan.asked)}]" in out and "MISSING" not in err
+    assert {layer.layer for layer in result.coverage if layer.asked} == set(plan.asked) and not result.fallbacks
+    assert result.record["world_size"] == 2 and result.record["calibrated_on"]["num_samples"] == 16
+    load_model(tmp_path / "made", dtype="auto")
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_one_line(
+    source: Path, texts: Evalset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step("gptq", world_size=2)
+    broken = shutil.copytree(source, tmp_path / "broken")
+    plan = plan_folder(source, step)
+    (broken / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(QuantizationError, match=r"^rank \d of 2: \w+: .* \(exit code 1\); lower world_size") as caught:
+        quantize_by_ranks(broken, tmp_path / "made", step=step, plan=plan, log=StepLog("gptq"), samples=[[1, 2, 3]] * 2)
+    assert "\n" not in str(caught.value)
 
 
 def test_quantised_folder_is_described_and_not_quantised_again(

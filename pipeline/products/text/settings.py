@@ -323,7 +323,7 @@ class ResourceSettings(Settings):
     In bfloat16 and float16 another cache, or another number of servers, batches otherwise and may turn a near tie.
     """
 
-    num_servers: int = Field(ge=1, le=64)  # spread over the GPUs that are visible
+    num_servers: int = Field(default=1, ge=1, le=64)  # over the GPUs that are visible; params.yaml: as `execution` says
     kv_cache_gib: float | None = Field(default=None, gt=0)  # of the embedded engine; None: as much as helps and fits
     request_timeout_s: float = Field(gt=0)
     start_timeout_s: float = Field(gt=0)

@@ -10,7 +10,15 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from ruamel.yaml import YAML
 
-from pipeline.products.text.hardware import FALLS_BACK, NO_KERNEL, RUNS, predict_run, warn_of_fallbacks
+from pipeline.errors import SettingsError
+from pipeline.products.text.hardware import (
+    FALLS_BACK,
+    NO_KERNEL,
+    RUNS,
+    check_ranks,
+    predict_run,
+    warn_of_fallbacks,
+)
 from pipeline.products.text.problems import find_text_problems
 from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset, list_rounded
 from pipeline.products.text.settings import QuantizeStep, TextProduct, VllmEngine
@@ -109,6 +117,11 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         ),
         ({"scheme": "W4A16", "damping_fraction": 0.1}, "damping_fraction: gptq alone has it, got algorithm rtn"),
         ({"scheme": "W4A16", "num_grid_points": 9}, "num_grid_points: awq alone has it, got algorithm rtn"),
+        ({"scheme": "W4A16", "world_size": 2}, "world_size: expected 1 without calibration, .*, got 2"),
+        (
+            {"scheme": "W4A16", "algorithm": "gptq", "calibration": CALIBRATION, "world_size": 9},
+            "world_size: expected at most a rank for each of 8 samples, got 9",
+        ),
     ],
 )
 def test_a_step_that_contradicts_itself_is_one_line(settings: dict[str, Any], said: str) -> None:
@@ -148,6 +161,32 @@ def test_a_release_on_imitated_numbers_needs_a_reason() -> None:
         "imitates" in text for text in find_text_problems(make_product({"scheme": "W8A8"}, release=["agent"]))
     )
     assert not find_text_problems(make_product({"scheme": "W8A16"}))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_gpus", "said"),
+    [
+        ("gptq", 0, None),
+        ("gptq", 2, None),
+        ("gptq", 1, "expected at most 1, one rank a GPU, got 2"),
+        ("awq", 2, None),
+        ("awq", 0, "expected 1, as llm-compressor shares AWQ among GPUs alone"),
+    ],
+)
+def test_ranks_need_a_gpu_each_or_none(algorithm: str, num_gpus: int, said: str | None) -> None:
+    step = {"scheme": "W4A16", "algorithm": algorithm, "calibration": CALIBRATION, "world_size": 2}
+    if said is None:
+        check_ranks(make_product(step), num_gpus)
+        return
+    with pytest.raises(SettingsError, match=rf"^candidates\.made\.steps\.0\.world_size: {said}"):
+        check_ranks(make_product(step), num_gpus)
+
+
+def test_one_rank_is_recorded_as_before_there_were_several() -> None:
+    """Else every released INT4 candidate would be another recipe."""
+    settings = {"kind": "quantize", "scheme": "W4A16", "algorithm": "gptq", "calibration": CALIBRATION}
+    assert "world_size" not in QuantizeStep.model_validate(settings).build_record()
+    assert QuantizeStep.model_validate(settings | {"world_size": 2}).build_record()["world_size"] == 2
 
 
 def serve_by_vllm(step: dict[str, Any], *, report_kernels: bool, **changes: Any) -> list[str]:

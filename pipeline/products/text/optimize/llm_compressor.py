@@ -23,6 +23,7 @@ os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it i
 
 import llmcompressor.modifiers.gptq.base as gptq_module
 import torch
+from compressed_tensors.distributed import is_distributed
 from llmcompressor import oneshot
 from llmcompressor.core import reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -122,6 +123,9 @@ def _build_gptq(step: QuantizeStep, plan: LayerPlan, log: StepLog, names: dict[A
         def compress_modules(self) -> None:
             with patch.object(gptq_module, "CompressionLogger", ReportingLogger):
                 super().compress_modules()
+            # on a CPU ranks share the weights in memory, and the library goes on while others still write them
+            if is_distributed():
+                torch.distributed.barrier()
 
         def _log_rtn_fallback_summary(self) -> None:
             for name in self._rtn_fallback_module_names:

@@ -39,6 +39,7 @@ class RankOrder:
     step: QuantizeStep
     plan: LayerPlan
     samples: list[list[int]]
+    num_threads: int  # of torch in each rank: sums are split by thread
     folder: Path  # for the store, and for what each rank has to say
 
 
@@ -50,8 +51,10 @@ def quantize_by_ranks(
     Raises:
         QuantizationError: a rank failed.
     """
+    import torch
+
     with tempfile.TemporaryDirectory() as temporary:
-        order = RankOrder(source, destination, step, plan, samples, Path(temporary))
+        order = RankOrder(source, destination, step, plan, samples, torch.get_num_threads(), Path(temporary))
         context = multiprocessing.get_context("spawn")
         ranks = [context.Process(target=_run_rank, args=(rank, order)) for rank in range(step.world_size)]
         for process in ranks:
@@ -75,12 +78,17 @@ def _wait(ranks: Sequence[BaseProcess], order: RankOrder) -> None:
             rank, process = waiting.pop(sentinel)
             process.join()
             if process.exitcode:
-                problem = _name(order, rank, "error")
-                said = problem.read_text(encoding="utf-8") if problem.is_file() else "it ended by itself"
                 raise QuantizationError(
-                    f"rank {rank} of {len(ranks)}: {said} (exit code {process.exitcode}); lower world_size, or see "
-                    "what ended it"
+                    f"{_find_cause(order, rank)} (exit code {process.exitcode}); lower world_size, or see what ended it"
                 )
+
+
+def _find_cause(order: RankOrder, ended: int) -> str:
+    """Return what the first rank that failed says: the others say that it is gone."""
+    problems = sorted(order.folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    if not problems:
+        return f"rank {ended} of {order.step.world_size}: it ended by itself"
+    return f"rank {problems[0].stem} of {order.step.world_size}: {problems[0].read_text(encoding='utf-8')}"
 
 
 def _run_rank(rank: int, order: RankOrder) -> None:
@@ -107,6 +115,7 @@ def _quantize(rank: int, order: RankOrder) -> StepLog:
     from pipeline.products.text.optimize.llm_compressor import build_recipe, run_recipe, save_compressed
 
     logging.set_verbosity_error()  # ranks but the first load no weights, and are given them
+    torch.set_num_threads(order.num_threads)
     size, has_gpu = order.step.world_size, torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(rank)
@@ -117,24 +126,23 @@ def _quantize(rank: int, order: RankOrder) -> StepLog:
         world_size=size,
         device_id=torch.device("cuda", rank) if has_gpu else None,
     )
-    try:
-        with load_offloaded_model(), hide_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                order.source,
-                dtype="auto",
-                device_map="auto_offload",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-            ).eval()
-        log = StepLog(order.step.algorithm, total=len(order.plan.asked))
-        recipe = build_recipe(order.step, order.plan, log, model=model)
-        run_recipe(model, load_tokenizer(order.source), recipe, samples=order.samples[rank::size])
-        save_compressed(model, order.destination)
-        dist.barrier()
-        return log
-    finally:
-        dist.destroy_process_group()
+    # the stage has loaded it once: it fits, and needs no room on a disk
+    with load_offloaded_model(extra_cpu_mem=0), hide_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            order.source,
+            dtype="auto",
+            device_map="auto_offload",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()
+    log = StepLog(order.step.algorithm, total=len(order.plan.asked))
+    recipe = build_recipe(order.step, order.plan, log, model=model)
+    run_recipe(model, load_tokenizer(order.source), recipe, samples=order.samples[rank::size])
+    save_compressed(model, order.destination)
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error, which others would then tell first
+    return log
 
 
 def _end_with_parent() -> None:
