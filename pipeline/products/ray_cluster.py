@@ -28,6 +28,7 @@ from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, r
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import read_environment
+from pipeline.running.journal import lock_candidate
 from pipeline.running.shards import Shard
 from pipeline.settings.execution import RayExecution
 
@@ -58,6 +59,7 @@ class _Run:
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
     num_dead: int = 0
+    num_failed_starts: int = 0  # in a row
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -102,9 +104,14 @@ def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_f
 
     Raises:
         EngineError: a shard failed on several replicas, or no replica could start.
+        JournalError: another process evaluates the candidate.
     """
     order = Order(candidate, build.as_posix(), read_environment())
-    with connect(execution) as ray, _share_project(ray, list_files) as project:
+    with (
+        lock_candidate(build, candidate),
+        connect(execution) as ray,
+        _share_project(ray, list_files) as project,
+    ):
         num_workers = execution.count_workers(ray.cluster_resources())
         count = _find_count(build / "shards" / candidate) or num_workers * SHARDS_A_WORKER
         finished = _list_finished(build / "shards" / candidate)
@@ -191,11 +198,22 @@ def _get(ray: Any, worker: _Worker, reference: Any) -> Any:
     """Return a result, or raise what a user can act on with the host where it was raised."""
     try:
         return ray.get(reference)
+    except ray.exceptions.RayActorError:
+        raise EngineError(
+            f"{worker.host or 'a replica'}: its worker ended by itself; run `dvc repro` to go on"
+        ) from None
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, QuantgateError | OSError):
-            raise EngineError(f"{worker.host or 'a replica'}: {cause}") from None
-        raise
+        raise _explain(worker, error) from None
+
+
+def _explain(worker: _Worker, error: Any) -> EngineError:
+    """Return what a user can act on of an error that a replica raised; raise any other as it is."""
+    host = worker.host or "a replica"
+    if isinstance(error.cause, ImportError):
+        return EngineError(f"{host}: expected the project's environment on this node: {error.cause}; install it there")
+    if isinstance(error.cause, QuantgateError | OSError):
+        return EngineError(f"{host}: {error.cause}")
+    raise error
 
 
 def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> _Worker:
@@ -235,17 +253,17 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any, project: _Proj
         else:
             ray.get(reference)
             _take_new(ray, run, worker, is_last=True)
+        run.num_failed_starts = 0
         return True
     except ray.exceptions.RayActorError:
         run.num_dead += 1
-        problem: Exception = EngineError(f"{worker.host or 'a replica'}: its worker ended by itself")
+        problem = EngineError(f"{worker.host or 'a replica'}: its worker ended by itself")
     except ray.exceptions.RayTaskError as error:
-        if not isinstance(error.cause, QuantgateError | OSError):
-            raise
-        problem = EngineError(f"{worker.host or 'a replica'}: {error.cause}")
+        problem = _explain(worker, error)
         ray.kill(worker.actor)
     if shard is None:
-        if run.num_dead > MAX_FAILURES * run.count or not isinstance(problem, EngineError):
+        run.num_failed_starts += 1
+        if run.num_failed_starts >= MAX_FAILURES:
             raise problem
         return False
     run.failures[shard] += 1

@@ -132,11 +132,11 @@ class Journal:
         self._append(entry | ({"is_measured": True} if is_measured else {}))
 
     def take_over(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry of another journal, unless this one has its case."""
+        """Append an entry of another journal, unless this one has its case; it is safe there until this one is closed."""
         if entry["key"] not in self._places:
-            self._append(entry)
+            self._append(entry, may_wait=True)
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, entry: Mapping[str, Any], *, may_wait: bool = False) -> None:
         line = orjson.dumps(entry) + b"\n"
         try:
             written = self._file.write(line)
@@ -145,7 +145,7 @@ class Journal:
             self._places[entry["key"]] = (self._size, len(line))
             self._size += len(line)
             self._unsynced += 1
-            if self._unsynced >= SYNC_EVERY:
+            if self._unsynced >= SYNC_EVERY and not may_wait:
                 self._sync()
         except OSError as error:
             self._drop_partial_line()

@@ -47,13 +47,16 @@ class PlayedActor:
         self.earlier: list[dict[str, bytes]] = []
         calls = {
             "look": lambda *_: (host, True),
-            "begin": lambda *_: None,
+            "begin": self._begin,
             "run": self._run,
             "read_new": self._read_new,
         }
         self._plan = run
         for name, call in calls.items():
             setattr(self, name, SimpleNamespace(remote=lambda *given, call=call: Reference(self, call, given)))
+
+    def _begin(self, *_: Any) -> None:
+        """Be ready."""
 
     def _run(self, number: int, count: int, earlier: dict[str, bytes]) -> int:
         self.earlier.append(earlier)
@@ -171,6 +174,26 @@ def test_a_failed_shard_is_not_given_to_the_same_host_while_there_are_others(
 
     _, files = run_all(tmp_path, [PlayedActor("full", fill), PlayedActor("b", fill)], 4, monkeypatch)
     assert [host for host, _ in tried].count("full") <= 1 and len(files) >= 4
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ModuleNotFoundError("No module named 'torch'"), "expected the project's environment on this node: No module"),
+    ],
+)
+def test_where_no_replica_can_start_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception, said: str
+) -> None:
+    """It tried for ever."""
+
+    def refuse(*_: Any) -> None:
+        raise cause
+
+    monkeypatch.setattr(PlayedActor, "_begin", refuse)
+    with pytest.raises(EngineError, match=said):
+        run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 3, monkeypatch)
 
 
 def test_workers_are_as_many_as_there_are_resources_for() -> None:

@@ -157,7 +157,7 @@ class ServingSettings(Settings):
 class ResourceSettings(Settings):
     """How much of the machine is taken: what changes no pixel."""
 
-    num_workers: int = Field(ge=1, le=64)  # processes that render: one per core, or per GPU
+    num_workers: int = Field(default=1, ge=1, le=64)  # processes that render: one per core, or per GPU
 
 
 class ImagesEval(Eval):
@@ -177,7 +177,7 @@ class ImagesProduct(Product):
     kind: Literal["images"]
     candidates: dict[str, ImageCandidateSettings] = Field(min_length=1)
     serving: ServingSettings
-    resources: ResourceSettings
+    resources: ResourceSettings = ResourceSettings()  # of params.yaml: as `execution` says
     evals: dict[str, ImagesEval] = Field(min_length=1)
 
 

@@ -175,7 +175,7 @@ class ServingSettings(Settings):
 class ResourceSettings(Settings):
     """How much of the machine is taken: what changes no output."""
 
-    num_workers: int = Field(ge=1, le=64)  # processes
+    num_workers: int = Field(default=1, ge=1, le=64)  # processes
 
 
 class UpscalingEval(Eval):
@@ -208,7 +208,7 @@ class VisionProduct(Product):
     )
     candidates: dict[str, NetworkCandidateSettings] = Field(min_length=1)
     serving: ServingSettings
-    resources: ResourceSettings
+    resources: ResourceSettings = ResourceSettings()  # of params.yaml: as `execution` says
     evals: dict[str, VisionEval] = Field(min_length=1)
     gate: NetworkGateSettings
 
