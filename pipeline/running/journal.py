@@ -132,7 +132,7 @@ class Journal:
         self._append(entry | ({"is_measured": True} if is_measured else {}))
 
     def take_over(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry of another journal, unless this one has its case; it is safe there until this one is closed."""
+        """Append an entry of another journal, where it is safe until this one is closed, unless its case is here."""
         if entry["key"] not in self._places:
             self._append(entry, may_wait=True)
 
