@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,40 @@ def test_a_layer_left_dense_is_refused(
     folder = edit(make(make_step(name)), tmp_path / "out", change)
     with pytest.raises(QuantizationError, match=rf"layer '{LAYER}': expected .*, found weight BF16"):
         check(folder, source, make_step(name))
+
+
+@pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4", "MXFP8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_formats_that_are_unpacked_into_bfloat16_are_made_of_any_source(
+    name: str, dtype: torch.dtype, source: Path, texts: Evalset, tmp_path: Path
+) -> None:
+    """The forward pass that proves finite logits mixed two types, and ended in a traceback."""
+    other = shutil.copytree(source, tmp_path / "source")
+    tensors = {key: tensor.to(dtype) for key, tensor in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((other / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    (other / "config.json").write_text(json.dumps(config))
+    quantize(other, tmp_path / "made", step=make_step(name), calibration_set=texts)
+
+
+def test_an_input_that_is_always_zero_may_have_any_scale_and_an_infinite_one_none(
+    source: Path, texts: Evalset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead layer was refused, as if the library's floor were a wrong scale."""
+    step, name = make_step("FP8", calibration=CALIBRATION), "model.layers.0.input_layernorm.weight"
+    dead = edit(source, tmp_path / "dead", lambda tensors: tensors[name].zero_())
+    log = make_with_ranges(step, dead, texts, tmp_path / "made", monkeypatch)
+    asleep = f"{name.removesuffix('input_layernorm.weight')}self_attn.q_proj"
+    assert float(log.ranges[f"{asleep}.input"]) == 0
+    for scale in (0.0, -1.0, float("nan")):
+        broken = edit(
+            tmp_path / "made", tmp_path / f"scale {scale}", lambda t, s=scale: t[f"{asleep}.input_scale"].fill_(s)
+        )
+        with pytest.raises(QuantizationError, match=rf"layer '{asleep}': its input_scale is "):
+            check_ranges(broken, plan=plan_folder(dead, step), log=log)
+    log.ranges[f"{asleep}.input"] = torch.tensor(float("inf"))
+    with pytest.raises(QuantizationError, match="expected finite values in calibration, found inf"):
+        check_ranges(tmp_path / "made", plan=plan_folder(dead, step), log=log)
 
 
 def make_with_ranges(

@@ -39,6 +39,7 @@ from pipeline.products.text.settings import (
 )
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.hub import locate_checkpoint
+from pipeline.running.weight_files import read_tensors
 from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
@@ -62,6 +63,8 @@ def check_text(product: TextProduct, root: Path) -> None:
     check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
     for name, candidate in product.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
+        if candidate.engine.is_embedded and product.serving.dtype != "bfloat16":
+            _check_unpacking(f"candidates.{name}", candidate, root)
     evalsets = {
         name: _check_eval(load, product.locate(f"evals.{name}"), settings, root)
         for name, settings in product.evals.items()
@@ -90,6 +93,22 @@ def _check_candidate(
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
+
+
+def _check_unpacking(where: str, candidate: CandidateSettings, root: Path) -> None:
+    """Refuse a step whose weights transformers unpacks into bfloat16 alone, where that would round the others."""
+    for i, step in enumerate(candidate.steps):
+        small = isinstance(step, QuantizeStep) and next(
+            (s.weights for s in step.schemes if s.weights.scale_dtype), None
+        )
+        if not small:
+            continue
+        tensors = read_tensors(locate_checkpoint(candidate.checkpoint, root))
+        if wide := next((name for name, tensor in tensors.items() if tensor.dtype in ("F32", "F16")), None):
+            raise SettingsError(
+                f"{where}.steps.{i}.scheme: expected serving.dtype bfloat16 with {small.name}, which transformers "
+                f"unpacks into it, as {wide!r} is stored as {tensors[wide].dtype}; set it, or serve by vLLM"
+            )
 
 
 def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) -> None:

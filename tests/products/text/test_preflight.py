@@ -144,6 +144,12 @@ STEP = "candidates//int4//steps//0"
             "candidates.int4.checkpoint: expected a checkpoint folder, found none at ",
         ),
         (
+            STEP,
+            {"kind": "quantize", "scheme": "NVFP4A16"},
+            "candidates.int4.steps.0.scheme: expected serving.dtype bfloat16 with nvfp4, which transformers unpacks "
+            "into it, as ",
+        ),
+        (
             f"{STEP}//calibration//sources",
             ["prose", "web"],
             "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have "

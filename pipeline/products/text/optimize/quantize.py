@@ -22,6 +22,7 @@ from pipeline.products.text.checkpoints import (
     load_model,
     load_tokenizer,
     open_checkpoint,
+    read_config,
     read_free_bytes,
 )
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
@@ -31,6 +32,7 @@ from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.ranges import check_ranges
 from pipeline.products.text.optimize.ranks import quantize_by_ranks
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
+from pipeline.products.text.schemes import unpacks_to_bfloat16
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.records.digests import TEXT_FILES, digest_files
 from pipeline.records.evaluations import Fallback, LayerCoverage
@@ -207,9 +209,11 @@ def _choose_device(folder: Path) -> str:
 def _check_logits(folder: Path, token_ids: list[int], *, device: str) -> None:
     import torch
 
+    # some formats are unpacked into bfloat16 whatever the other weights are in, and no product mixes the two
+    dtype = "bfloat16" if unpacks_to_bfloat16(read_config(folder).get("quantization_config") or {}) else "auto"
     # packed weights are unpacked by the first forward pass
     with torch.inference_mode(), hide_progress_bars():
-        model = load_model(folder, dtype="auto", device=None if device == "cpu" else device)
+        model = load_model(folder, dtype=dtype, device=None if device == "cpu" else device)
         logits = model(input_ids=torch.tensor([token_ids], device=device)).logits
     if not bool(logits.isfinite().all()):
         raise QuantizationError(f"{folder}: loaded again, its logits are NaN or infinite; raise damping_fraction")

@@ -61,9 +61,16 @@ def _check_scale(scale: Any, seen: Any, numbers: NumberFormat, part: str, *, whe
         )
     largest = seen.float().cpu().flatten()
     largest = largest if len(scale) == len(largest) else largest.max().reshape(1)
+    if not bool(largest.isfinite().all()):
+        raise QuantizationError(
+            f"{where}: expected finite values in calibration, found {float(largest.max())}, so that no {part} fits; "
+            "use a source whose activations stay in its number format"
+        )
     reach = _LARGEST[numbers.type, numbers.num_bits]
     wanted = reach * _LARGEST_SCALE / largest if part == "input_global_scale" else largest / reach
     off = (scale / wanted - 1).abs()
+    # where nothing but zeros came, the library's floor is as good as any scale
+    off = off.where(largest > 0, (~(scale.isfinite() & (scale > 0))).float())
     worst = int(off.argmax())
     if not bool(off.max() <= MAX_OFF):  # as of NaN
         raise QuantizationError(
