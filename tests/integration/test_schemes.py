@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ def edit(folder: Path, target: Path, change: Callable[[dict[str, Any]], object])
     return target
 
 
+def change_one(name: str, change: Callable[[Any], object], tensors: dict[str, Any]) -> None:
+    change(tensors[name])
+
+
 def check(folder: Path, source: Path, step: QuantizeStep, log: StepLog | None = None) -> None:
     plan, log = plan_folder(source, step), log or StepLog(step.algorithm)
     check_coverage(folder, source=source, plan=plan, log=log)
@@ -183,8 +188,9 @@ def test_an_input_that_is_always_zero_may_have_any_scale_and_an_infinite_one_non
     asleep = f"{name.removesuffix('input_layernorm.weight')}self_attn.q_proj"
     assert float(log.ranges[f"{asleep}.input"]) == 0
     for scale in (0.0, -1.0, float("nan")):
+        fill = partial(torch.Tensor.fill_, value=scale)
         broken = edit(
-            tmp_path / "made", tmp_path / f"scale {scale}", lambda t, s=scale: t[f"{asleep}.input_scale"].fill_(s)
+            tmp_path / "made", tmp_path / f"scale {scale}", partial(change_one, f"{asleep}.input_scale", fill)
         )
         with pytest.raises(QuantizationError, match=rf"layer '{asleep}': its input_scale is "):
             check_ranges(broken, plan=plan_folder(dead, step), log=log)

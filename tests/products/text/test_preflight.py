@@ -144,8 +144,8 @@ STEP = "candidates//int4//steps//0"
             "candidates.int4.checkpoint: expected a checkpoint folder, found none at ",
         ),
         (
-            STEP,
-            {"kind": "quantize", "scheme": "NVFP4A16"},
+            "candidates//int4",
+            {"checkpoint": "models/tiny", "steps": [{"kind": "quantize", "scheme": "NVFP4A16"}]},
             "candidates.int4.steps.0.scheme: expected serving.dtype bfloat16 with nvfp4, which transformers unpacks "
             "into it, as ",
         ),
