@@ -35,6 +35,7 @@ from pipeline.settings.execution import RayExecution
 SHARDS_A_WORKER = 4  # so that a slow one takes fewer
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
 _POLL_S, _PROGRESS_S = 1.0, 10.0
+_LOST = object()  # what a replica that died or failed answers
 
 
 @dataclass
@@ -46,6 +47,8 @@ class _Worker:
     sees_root: bool = False  # the driver's folder
     shard: Shard | None = None
     num_entries: int = 0  # that came from it
+    known: dict[str, int] = field(default_factory=dict)  # bytes that came of each file
+    asked: Any = None  # what is new; None: nothing is on its way
 
 
 @dataclass
@@ -128,7 +131,7 @@ def build_on_ray(execution: RayExecution, candidate: str, build: Path, list_file
     with connect(execution) as ray, _share_project(ray, list_files) as project:
         worker = _start(ray, _Run(execution, order, 1, deque()))
         seen = _get(ray, worker, worker.actor.look.remote(project.root, project.token))
-        _begin(ray, worker, order, project, seen)
+        _get(ray, worker, _begin(worker, order, project, seen))
         said: str = _get(ray, worker, worker.actor.make.remote())
         if not worker.sees_root:
             _fetch_made(ray, worker, "candidates", build / "candidates" / candidate)
@@ -177,21 +180,18 @@ def _start(ray: Any, run: _Run) -> _Worker:
     return _Worker(ray.remote(Replica).options(**options).remote())
 
 
-def _begin(ray: Any, worker: _Worker, order: Order, project: _Project, seen: tuple[str, bool]) -> None:
-    """Give a replica its project, where it does not see it, and its order.
+def _begin(worker: _Worker, order: Order, project: _Project, seen: tuple[str, bool]) -> Any:
+    """Give a replica its project, where it does not see it, and its order; return what to wait for.
 
     Args:
-        ray: the library.
         worker: the replica.
         order: what it serves.
         project: the driver's folder.
         seen: what it says of itself: its host, and whether it sees that folder.
     """
     worker.host, worker.sees_root = seen
-    root = project.root
-    if not worker.sees_root:
-        root = ray.get(worker.actor.fetch.remote(project.files, project.server))
-    ray.get(worker.actor.begin.remote(root, order))
+    root = project.root if worker.sees_root else worker.actor.fetch.remote(project.files, project.server)
+    return worker.actor.begin.remote(root, order)
 
 
 def _get(ray: Any, worker: _Worker, reference: Any) -> Any:
@@ -227,9 +227,14 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
         done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
         for reference in done:
-            worker = starting.pop(reference, None) or running.pop(reference)
-            if _settle(ray, run, worker, reference, project):
-                ready.append(worker)
+            is_new = reference in starting
+            worker = starting.pop(reference) if is_new else running.pop(reference)
+            is_seen = bool(worker.host)
+            if (result := _settle(ray, run, worker, reference)) is not _LOST:
+                if is_new and not is_seen:
+                    starting[_begin(worker, run.order, project, result)] = worker
+                else:
+                    ready.append(worker)
             elif len(starting) + len(running) + len(ready) < run.execution.count_workers(ray.cluster_resources()):
                 other = _start(ray, run)
                 starting[other.actor.look.remote(project.root, project.token)] = other
@@ -244,17 +249,15 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
     return ready[0]
 
 
-def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any, project: _Project) -> bool:
-    """Take over what a replica has finished; return whether it can go on."""
+def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
+    """Take over what a replica has finished; return what it answered, or that it is lost."""
     shard, worker.shard = worker.shard, None
     try:
-        if shard is None:
-            _begin(ray, worker, run.order, project, ray.get(reference))
-        else:
-            ray.get(reference)
-            _take_new(ray, run, worker, is_last=True)
-        run.num_failed_starts = 0
-        return True
+        result = ray.get(reference)
+        if shard is not None:
+            _take_rest(ray, run, worker)
+            run.num_failed_starts = 0
+        return result
     except ray.exceptions.RayActorError:
         run.num_dead += 1
         problem = EngineError(f"{worker.host or 'a replica'}: its worker ended by itself")
@@ -265,7 +268,7 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any, project: _Proj
         run.num_failed_starts += 1
         if run.num_failed_starts >= MAX_FAILURES:
             raise problem
-        return False
+        return _LOST
     run.failures[shard] += 1
     run.avoided.setdefault(shard, set()).add(worker.host)
     print(f"  shard {shard}: {problem}; given to another replica", file=sys.stderr, flush=True)
@@ -275,7 +278,7 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any, project: _Proj
             "kept, run `dvc repro` to go on"
         )
     run.waiting.appendleft(shard)
-    return False
+    return _LOST
 
 
 def _assign(run: _Run, ready: list[_Worker], running: dict[Any, _Worker]) -> None:
@@ -294,25 +297,38 @@ def _assign(run: _Run, ready: list[_Worker], running: dict[Any, _Worker]) -> Non
         running[worker.actor.run.remote(shard.number, shard.count, earlier)] = worker
 
 
-def _take_new(ray: Any, run: _Run, worker: _Worker, *, is_last: bool = False) -> None:
-    """Append what a replica has written since the last call to the driver's own files."""
-    while True:
-        try:
-            new = ray.get(worker.actor.read_new.remote())
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
-            return  # its end is dealt with where its shard is waited for
-        for name, offset, data in new:
-            path = run.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".json":
-                path.write_bytes(data)
-                continue
-            with path.open("r+b" if path.exists() else "wb") as file:
-                file.seek(offset)
-                file.write(data)
-            worker.num_entries += data.count(b"\n")
-        if not is_last or not any(name.endswith(".jsonl") for name, _, _ in new):
-            return
+def _take_new(ray: Any, run: _Run, worker: _Worker) -> None:
+    """Take over what a replica has written, where it has answered: one that hangs keeps nobody waiting."""
+    if worker.asked is not None and ray.wait([worker.asked], timeout=0)[0]:
+        # its end is dealt with where its shard is waited for
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+            _write_new(run, worker, ray.get(worker.asked))
+        worker.asked = None
+    if worker.asked is None:
+        worker.asked = worker.actor.read_new.remote(dict(worker.known))
+
+
+def _take_rest(ray: Any, run: _Run, worker: _Worker) -> None:
+    """Take over all that a replica has written of a shard that it finished."""
+    worker.asked = None
+    while _write_new(run, worker, ray.get(worker.actor.read_new.remote(dict(worker.known)))):
+        pass
+
+
+def _write_new(run: _Run, worker: _Worker, new: Sequence[tuple[str, int, bytes]]) -> bool:
+    """Write to the driver's own files what came; return whether entries were among it."""
+    for name, offset, data in new:
+        path = run.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            path.write_bytes(data)
+            continue
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.seek(offset)
+            file.write(data)
+        worker.num_entries += data.count(b"\n")
+        worker.known[name] = offset + len(data)
+    return any(name.endswith(".jsonl") for name, _, _ in new)
 
 
 def _say_progress(run: _Run, workers: Sequence[_Worker]) -> None:

@@ -68,7 +68,6 @@ class Replica:
         self._build = self._scratch / "build"
         self._stack = contextlib.ExitStack()
         self._run: Callable[[Any], int] | None = None
-        self._sent: dict[str, int] = {}  # bytes of each file that the driver has
 
     def look(self, root: str, token: str) -> tuple[str, bool]:
         """Return the host's name, and whether it sees the driver's folder, in which a file of this name lies."""
@@ -126,23 +125,26 @@ class Replica:
                 self._run = self._stack.enter_context(self._do("open_replica"))
             return self._run(shard)
 
-    def read_new(self) -> list[tuple[str, int, bytes]]:
-        """Return what was written to attempts since the last call: path in the shards' folder, offset, bytes."""
+    def read_new(self, known: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
+        """Return what attempts hold beyond what the driver has: path in the shards' folder, offset, bytes.
+
+        Args:
+            known: bytes of each file that the driver has; whole entries.
+        """
         home = self._build / "shards" / self._order.candidate
         new = []
         for path in sorted(home.glob("*/*/*.json*")):
             name = path.relative_to(home).as_posix()
             if path.parent.name == "0-earlier" or path.name.startswith("."):
                 continue
-            offset = 0 if path.suffix == ".json" else self._sent.get(name, 0)
+            offset = 0 if path.suffix == ".json" else known.get(name, 0)
             with path.open("rb") as file:
                 file.seek(offset)
                 data = file.read(CHUNK)
             if path.suffix == ".jsonl":
                 data = data[: data.rfind(b"\n") + 1]  # whole entries
-            if data or name not in self._sent:  # an empty file says that there was nothing to do
+            if data or name not in known:  # an empty file says that there was nothing to do
                 new.append((name, offset, data))
-            self._sent[name] = offset + len(data)
         return new
 
     def finish(self, files: Sequence[str], server: Any) -> None:

@@ -77,7 +77,7 @@ def test_a_pipeline_that_the_gpu_does_not_hold_is_one_line(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_seed_gives_the_same_noise_in_every_number_format(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 draws others in bfloat16: on an H100 no picture was like the reference's, and the gate failed."""
+    """On an H100 no picture in bfloat16 was like the reference's: the noise was drawn in the format of the weights."""
     draw, drawn = torch.randn, []
 
     def watch(*args: Any, **options: Any) -> torch.Tensor:
