@@ -23,7 +23,7 @@ from filelock import FileLock
 from pipeline.errors import EngineError, JournalError, QuantgateError
 from pipeline.products import KINDS
 from pipeline.products.images.candidate import build_image_candidate
-from pipeline.products.images.evaluate import evaluate_images
+from pipeline.products.images.evaluate import evaluate_images, open_replica
 from pipeline.products.images.folders import find_weights, iterate_weights, open_pipeline
 from pipeline.products.images.layout import LayoutMeasurement
 from pipeline.products.images.preflight import check_images
@@ -32,12 +32,13 @@ from pipeline.products.images.serving import read_image_candidate, sample_plainl
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.vae_range_fix import _replace_vae
 from pipeline.products.text.serving.engines.keeper import list_descendants
-from pipeline.records.digests import digest_file
+from pipeline.records.digests import digest_file, digest_files
 from pipeline.records.evaluations import read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
+from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
 
@@ -307,6 +308,25 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     assert resumed["decoder"] == whole["decoder"] and resumed["std_ratio_by_step"] == whole["std_ratio_by_step"]
     assert resumed["step_ms_per_image"] > 0
     assert resumed["other_seed_ssim"] == whole["other_seed_ssim"] and len(whole["other_seed_ssim"]) == NUM_PROMPTS
+
+
+@pytest.mark.slow
+def test_shards_make_the_records_and_pictures_of_one_run(project: Path) -> None:
+    product, build = make_product(["shots", "guided"]), project / "build"
+    alone = [record.model_dump(exclude={"latency_s"}) for record in run(project, product, "shots")]
+    folder = build / "evaluations/shots"
+    pictures = digest_files(folder / "shots")
+    floor = json.loads((folder / "shots.json").read_text())["other_seed_ssim"]
+    candidate = read_image_candidate(build, "shots", product)
+    with open_replica(candidate, product, root=project, build=build) as draw:
+        for number in (2, 1):
+            draw(Shard(number, 2))
+    merged = evaluate_images(candidate, product, root=project, build=build)
+    records = read_cases(folder / "shots.jsonl")
+    assert [record.model_dump(exclude={"latency_s"}) for record in records] == alone
+    assert digest_files(folder / "shots") == pictures
+    assert json.loads((folder / "shots.json").read_text())["other_seed_ssim"] == floor
+    assert merged.shards is not None and merged.shards.num_shards == 2
 
 
 def test_likeness_is_judged_beside_the_floor_that_the_reference_alone_draws(project: Path) -> None:

@@ -45,7 +45,7 @@ from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.serving.engines.keeper import list_descendants
 from pipeline.products.vision import candidate, workers
 from pipeline.products.vision.candidate import build_network_candidate
-from pipeline.products.vision.evaluate import evaluate_network
+from pipeline.products.vision.evaluate import evaluate_network, open_replica
 from pipeline.products.vision.preflight import check_network
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import VisionProduct
@@ -54,6 +54,7 @@ from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_case
 from pipeline.records.record_files import write_record
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
+from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_records import describe_project
@@ -209,6 +210,18 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
     said = str(refused.value)
     assert "squares.lock: expected one process to work on 'squares' at a time, another one does; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
+
+
+def test_shards_make_the_results_of_one_run(project: Path) -> None:
+    product, folder = make_detector(), project / "build/detector"
+    run(project, product, "squares")
+    alone = list_results(project, product, "squares")
+    candidate = read_network_candidate(folder, "squares", product)
+    with open_replica(candidate, product, root=project, build=folder) as infer:
+        num_entries = [infer(Shard(number, 3)) for number in (1, 2, 3)]
+    assert sum(num_entries) == NUM_PICTURES and max(num_entries) < NUM_PICTURES
+    evaluate(project, product, "squares")
+    assert list_results(project, product, "squares") == alone
 
 
 def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(

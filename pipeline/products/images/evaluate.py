@@ -163,8 +163,9 @@ def _run_eval(
     notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(measure_decode_mib, candidate.serving.batch_size).result(), 2)
     }
-    if candidate.coverage:
-        notes["quantized"] = pool.submit(count_products, *batches[0]).result()
+    # also of a pipeline that came quantised
+    if (products := pool.submit(count_products, *batches[0]).result()) is not None:
+        notes["quantized"] = products
     if again:
         by_id = {case.id: case for case in evalset.cases}
         pairs = [(_find_drawn(journal, by_id[case.id]), _find_drawn(journal, case)) for case in again]

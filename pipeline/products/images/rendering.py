@@ -140,7 +140,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
     """Run the denoising loop on a batch of prompts that share a category.
 
     Each image has its own generator, so that a seed gives the same noise in any batch. It is drawn in float32 for any
-    number format: some releases of torch draw other numbers for bfloat16, and then no picture is like the reference's.
+    number format: drawn in another one it is not the reference's, and then no picture is like the reference's.
     """
     guidance = _find_guidance(serving, prompts[0].category)
     ratios: list[torch.Tensor] = []

@@ -17,12 +17,16 @@ import pytest
 from filelock import FileLock
 
 import pipeline.products.text.evals.evaluate as evaluate_module
+import pipeline.products.text.evals.replica as replica_module
 from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.evals.replica import open_replica
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
+from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
+from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import ServingConfig
+from pipeline.running.shards import Shard
 from tests.evalsets.test_evalsets import write
 from tests.fakes.synthetic_records import make_candidate, make_params
 from tests.paths import ROOT
@@ -76,7 +80,7 @@ class FakeEngine:
     def __init__(self, endpoint: FakeEndpoint) -> None:
         self._endpoint = endpoint
         self.facts = {"checkpoint": {"digest": endpoint.fingerprint}}
-        self.fingerprint = endpoint.fingerprint
+        self.fingerprint = fingerprint(self.facts)
 
     @contextlib.asynccontextmanager
     async def connect(self, *_: Any, **__: Any) -> AsyncIterator[FakeEndpoint]:
@@ -121,6 +125,11 @@ class Seen:
         self.cases.append(record.case_id)
 
 
+def make_product(**settings: Any) -> TextProduct:
+    evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
+    return TextProduct.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
+
+
 def run(
     root: Path,
     candidate: Candidate | None = None,
@@ -128,9 +137,7 @@ def run(
     is_traced: bool = False,
     **settings: Any,
 ) -> Evaluation:
-    evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
-    params = make_params(["a"], ["a"])
-    params = TextProduct.model_validate(params.model_dump() | {"evals": evals})
+    params = make_product(**settings)
     traced = {name: made.model_copy(update={"trace": is_traced}) for name, made in params.candidates.items()}
     params = params.model_copy(update={"candidates": traced})
     return asyncio.run(
@@ -333,3 +340,49 @@ def test_a_trace_lies_beside_the_records_and_none_is_worth_an_evaluation(
     endpoint.asked.clear()
     run(tmp_path)
     assert endpoint.asked == [] and not (folder / "evaluations/a/traces").exists()
+
+
+def read_answers(root: Path) -> list[dict[str, Any]]:
+    """Return the records of both evals without their times."""
+    folder = root / "build/agent/evaluations/a"
+    records = [record for name in ("first", "second") for record in read_cases(folder / f"{name}.jsonl")]
+    return [record.model_dump(exclude={"latency_s"}) for record in records]
+
+
+def ask_shards(root: Path, *shards: Shard) -> None:
+    with open_replica(make_candidate("a"), make_product(), root=root, build=root / "build/agent") as ask:
+        for shard in shards:
+            ask(shard)
+
+
+def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "start_engine", endpoint.start)
+    assert run(tmp_path).shards is None
+    alone = read_answers(tmp_path)
+    shutil.rmtree(tmp_path / "build")
+    endpoint.asked.clear()
+    ask_shards(tmp_path, *(Shard(number, 3) for number in (3, 1, 2)))
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+    merged = run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"] and read_answers(tmp_path) == alone
+    assert merged.shards is not None and merged.shards.num_shards == 3
+    assert not (tmp_path / "build/agent/shards/a").exists(), "they would be merged into the next evaluation too"
+
+
+def test_a_shard_that_failed_says_so_and_goes_on(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "start_engine", endpoint.start)
+    endpoint.broken = {"b"}
+    with pytest.raises(EvidenceError, match=r"a: shard 1/1: first: 1 of 2 cases have no judgement"):
+        ask_shards(tmp_path, Shard(1, 1))
+    with pytest.raises(EvidenceError, match=r"expected 1 finished shards, found 0; missing: 1"):
+        run(tmp_path)
+    endpoint.broken.clear()
+    endpoint.asked.clear()
+    ask_shards(tmp_path, Shard(1, 1))
+    assert sorted(endpoint.asked) == ["b", "c"], "what was judged is not asked again"
+    counts = run(tmp_path).shards
+    assert counts is not None and (counts.num_attempts, counts.num_unfinished) == (2, 1)
