@@ -114,6 +114,18 @@ def edit(folder: Path, target: Path, change: Callable[[dict[str, Any]], object])
     return target
 
 
+def cast(source: Path, target: Path, dtype: torch.dtype, change: Callable[[dict[str, Any]], object] = id) -> Path:
+    """Copy a checkpoint in another number format."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    tensors = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
 def change_one(name: str, change: Callable[[Any], object], tensors: dict[str, Any]) -> None:
     change(tensors[name])
 
@@ -164,17 +176,24 @@ def test_a_layer_left_dense_is_refused(
         check(folder, source, make_step(name))
 
 
+@pytest.mark.parametrize("scheme", ["W8A8", "W8A16", "W4A16", "FP8_DYNAMIC"])
+def test_a_scale_that_float16_can_not_hold_is_refused(
+    scheme: str, source: Path, texts: Evalset, tmp_path: Path
+) -> None:
+    """The library puts 0.001 there: every weight became zero, and the step said nothing."""
+    other = cast(source, tmp_path / "source", torch.float16, lambda tensors: tensors[f"{LAYER}.weight"].mul_(1e-6))
+    step = make_step(scheme, **({"group_size": 64} if scheme == "W4A16" else {}))
+    with pytest.raises(QuantizationError, match=rf"layer '{LAYER}': group 0 of row \d+: expected a scale of about "):
+        quantize(other, tmp_path / "made", step=step, calibration_set=texts)
+
+
 @pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4", "MXFP8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_formats_that_are_unpacked_into_bfloat16_are_made_of_any_source(
     name: str, dtype: torch.dtype, source: Path, texts: Evalset, tmp_path: Path
 ) -> None:
     """The forward pass that proves finite logits mixed two types, and ended in a traceback."""
-    other = shutil.copytree(source, tmp_path / "source")
-    tensors = {key: tensor.to(dtype) for key, tensor in load_file(other / "model.safetensors").items()}
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((other / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-    (other / "config.json").write_text(json.dumps(config))
+    other = cast(source, tmp_path / "source", dtype)
     quantize(other, tmp_path / "made", step=make_step(name), calibration_set=texts)
 
 

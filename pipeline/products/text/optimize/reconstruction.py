@@ -12,6 +12,10 @@ float32, so that a CPU works in its cache. Two things are known of the error:
 - rounded to nearest, no weight is further off than half a step, so no group's root mean square is larger. A wrong
   scale, or a bit less, makes it about 1 (0.39 at most on the shipped checkpoint, where a uniform error makes 0.29).
 
+Steps say nothing of a scale that is far too large, as values that were rounded by it fit it. So the largest weight that
+shares a scale must reach at least half as far as the format does. float16 can't hold a scale below 6e-8: the library
+then takes 0.001, which makes every weight zero. Scales of eight bits may be as coarse by their own format.
+
 Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
 scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms. `ranges.py` has scales
 of inputs.
@@ -34,6 +38,7 @@ from pipeline.running.weight_files import open_weights, read_tensors
 
 MAX_MEAN_STEPS = 0.25  # of a layer: a quarter of what a zero-point that is off by one makes
 _HALF_STEP = 0.5
+MAX_COARSE = 2.0  # how much larger than its weights need a scale may be
 _CHUNK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # in float32 at a time: a CPU's cache holds them
 
 Parts = dict[str, Any]  # the tensors of a layer by the last part of their name
@@ -139,6 +144,47 @@ def _check_layer(packed: Parts, weight: Any, scheme: Scheme, *, is_nearest: bool
             f"(root mean square), expected at most {limit:.2f} of {scheme.weights.num_bits} bits; its scale or "
             "its values are wrong"
         )
+    _check_fineness(packed, weight, scheme.weights, where=where)
+
+
+def _check_fineness(packed: Parts, weight: Any, numbers: NumberFormat, *, where: str) -> None:
+    """Refuse a scale that is far larger than the weights that share it need."""
+    if numbers.scale_dtype:
+        return
+    scale = _read_scales(packed, numbers, len(weight))
+    groups = weight.reshape(len(weight), scale.shape[1], -1)
+    # a symmetric format reaches as far on both sides, another one from the lowest to the highest
+    top, bottom = groups.amax(2).float().clamp(min=0), groups.amin(2).float().clamp(max=0)
+    span = top.maximum(-bottom) if numbers.symmetric else top - bottom
+    span = _share_out(span, numbers)
+    used = span / (scale * _count_reach(numbers))
+    used = used.where(span > 0, 1.0)  # of zeros alone any scale is fine
+    worst = int(used.argmin())
+    if not float(used.flatten()[worst]) * MAX_COARSE >= 1:  # as of NaN
+        row, group = divmod(worst, used.shape[1])
+        raise QuantizationError(
+            f"{where}: group {group} of row {row}: expected a scale of about "
+            f"{float((span / _count_reach(numbers)).flatten()[worst]):.3g}, as its weights reach up to "
+            f"{float(span.flatten()[worst]):.3g}, found {float(scale.expand_as(used).flatten()[worst]):.3g}: most are "
+            "rounded to zero; where the source is in float16, which holds no scale below 6e-8, store it in bfloat16"
+        )
+
+
+def _share_out(span: Any, numbers: NumberFormat) -> Any:
+    """Return for each row and group the largest span of all that have its scale."""
+    if numbers.strategy == "tensor":
+        return span.max().expand_as(span)
+    if numbers.block_structure:
+        height = numbers.block_structure[0]
+        return span.reshape(-1, height, span.shape[1]).amax(1).repeat_interleave(height, dim=0)
+    return span
+
+
+def _count_reach(numbers: NumberFormat) -> float:
+    """Return how many scales a format reaches: from zero on one side, or from end to end of one with a zero-point."""
+    if numbers.type == "float":
+        return _FLOATS[numbers.num_bits].largest
+    return 2.0 ** (numbers.num_bits - 1) if numbers.symmetric else 2.0**numbers.num_bits - 1
 
 
 def _count_steps(weights: NumberFormat) -> int:
