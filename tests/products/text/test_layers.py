@@ -97,3 +97,13 @@ def test_nothing_left_is_refused() -> None:
 def test_format_name() -> None:
     assert step().resolve().name == "int4-g64-symmetric"
     assert step(bits=8, symmetric=False, group_size=32).resolve().name == "int8-g32-asymmetric"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_a_whole_layer_is_refused(bits: int) -> None:
+    """It ended in a traceback, after the library had quantised."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "tensor"}
+    asked = QuantizeStep.model_validate({"kind": "quantize", "weights": weights | {"symmetric": False}})
+    with pytest.raises(QuantizationError, match=r"weights\.symmetric: expected true with strategy tensor, got false"):
+        plan_layers(shapes(), asked)
+    assert plan_layers(shapes(), QuantizeStep.model_validate({"kind": "quantize", "weights": weights}))

@@ -119,9 +119,21 @@ def plan_layers(
         raise QuantizationError(
             f"exclude: {tied_head!r} shares its weights with the embedding, which stays as it is; add it to `exclude`"
         )
+    _check_zero_points(plan)
     _check_widths(plan)
     _check_fused_groups(plan)
     return plan
+
+
+def _check_zero_points(plan: LayerPlan) -> None:
+    """Refuse a zero-point that a layer as a whole would share: no storage of the library has one."""
+    for layer, scheme in plan.schemes.items():
+        weights = scheme.weights
+        if weights.strategy == "tensor" and not weights.symmetric:
+            raise QuantizationError(
+                f"weights.symmetric: expected true with strategy tensor, got false for {layer!r}; set it, or strategy "
+                "channel or group"
+            )
 
 
 def _find_attention(layers: Iterable[str]) -> tuple[str, ...]:
