@@ -176,6 +176,50 @@ def test_a_layer_left_dense_is_refused(
         check(folder, source, make_step(name))
 
 
+@pytest.mark.parametrize("name", ["W8A8", "FP8_DYNAMIC"])
+def test_values_that_were_rounded_by_twice_the_scale_are_refused(
+    name: str, source: Path, make: Callable[[QuantizeStep], Path], tmp_path: Path
+) -> None:
+    """They fit their scale, and the bound is in steps of it."""
+
+    def coarsen(tensors: dict[str, Any]) -> None:
+        values, scale = tensors[f"{LAYER}.weight"], tensors[f"{LAYER}.weight_scale"]
+        halves = values.float() / 2
+        tensors[f"{LAYER}.weight"] = (halves.round() if values.dtype == torch.int8 else halves).to(values.dtype)
+        scale *= 2
+
+    folder = edit(make(make_step(name)), tmp_path / "out", coarsen)
+    with pytest.raises(QuantizationError, match=rf"layer '{LAYER}': group 0 of row \d+: expected a scale of about "):
+        check(folder, source, make_step(name))
+
+
+def zero_values(tensors: dict[str, Any]) -> None:
+    tensors[f"{LAYER}.weight_packed"].fill_(-0x77777778)  # eight times the value 8, which stands for 0
+
+
+def swap_layers(tensors: dict[str, Any]) -> None:
+    other = LAYER.replace("layers.1", "layers.0")
+    for part in ("weight_packed", "weight_scale"):
+        mine, theirs = f"{LAYER}.{part}", f"{other}.{part}"
+        tensors[mine], tensors[theirs] = tensors[theirs], tensors[mine]
+
+
+def double_scales(tensors: dict[str, Any]) -> None:
+    tensors[f"{LAYER}.weight_scale"] *= 2
+
+
+@pytest.mark.parametrize("change", [zero_values, swap_layers, double_scales])
+def test_a_layer_of_gptq_that_is_another_one_is_refused(
+    change: Callable[[dict[str, Any]], None], source: Path, make: Callable[[QuantizeStep], Path], tmp_path: Path
+) -> None:
+    """Only its mean was looked at, which is near zero for any layer."""
+    step = make_step("W4A16", algorithm="gptq", calibration=CALIBRATION, group_size=64)
+    check(make(step), source, step)
+    folder = edit(make(step), tmp_path / "out", change)
+    with pytest.raises(QuantizationError, match=r"layer '.*': (its error is|group \d+ of row \d+: expected a scale)"):
+        check(folder, source, step)
+
+
 @pytest.mark.parametrize("scheme", ["W8A8", "W8A16", "W4A16", "FP8_DYNAMIC"])
 def test_a_scale_that_float16_can_not_hold_is_refused(
     scheme: str, source: Path, texts: Evalset, tmp_path: Path

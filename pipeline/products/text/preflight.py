@@ -147,9 +147,34 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
         )
     if is_served:
         check_own_code(folder)
+        _check_quantised(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)
+
+
+def _check_quantised(folder: Path) -> None:
+    """Refuse a checkpoint that came quantised in a way that would be served otherwise than it is meant."""
+    settings = read_config(folder).get("quantization_config") or {}
+    if not isinstance(settings, dict) or settings.get("quant_method") != "compressed-tensors":
+        return
+    path = folder / CONFIG_FILE
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(f"{path}: expected config_groups with a mapping for each group, got another form")
+    tensors = read_tensors(folder)
+    scaled = (f"{name.removesuffix('_scale')}" for name in tensors if name.endswith(".weight_scale"))
+    floats = next((name for name in scaled if name in tensors and tensors[name].dtype in ("F32", "F16", "BF16")), None)
+    if settings.get("format") == "dense" or floats:
+        raise CheckpointError(
+            f"{path}: expected weights that are stored in few bits, found float ones ({floats or 'format dense'}): "
+            "each forward pass would have to round them, and no engine here does; save it with save_compressed=True"
+        )
+    if outputs := next((name for name, group in groups.items() if group.get("output_activations")), None):
+        raise CheckpointError(
+            f"{path}: expected schemes of weights and inputs, got output_activations in {outputs}: nothing here sees "
+            "whether outputs are rounded; quantise without them"
+        )
 
 
 def _check_context(folder: Path, product: TextProduct) -> None:

@@ -79,3 +79,19 @@ def test_a_release_is_refused_where_the_engine_says_nothing_of_its_kernels() -> 
     for findings in (judge(make_evidence({}), ["b"]), judge(make_evidence({}), ["a"], allow_emulated="it was tried")):
         (note,) = findings.notes
         assert "ran as asked is not known" in note.text and not findings.refusals
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_known"),
+    [
+        ({"kernels": {"a": 1}}, False),
+        ({"kernels": {"a": 1}, "cache_config": {"cache_dtype": "auto"}}, False),
+        ({"kernels": {"a": 1}, "cache_config": {"cache_dtype": "fp8_e4m3"}}, True),
+        ({"cache_config": {"cache_dtype": "fp8"}}, True),
+    ],
+)
+def test_a_cache_of_few_bits_is_proven_by_what_the_engine_says_of_it(engine: dict[str, Any], is_known: bool) -> None:
+    """Kernels of layers were taken for a proof of the cache."""
+    findings = judge(make_evidence(engine, rounded=("fp8-tensor keys and values",)), ["a"])
+    assert (not findings.refusals) == is_known
+    assert is_known or "set kv-cache-dtype: fp8 in engine.options" in findings.refusals[0]

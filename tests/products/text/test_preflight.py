@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import pipeline.products.text.preflight
-from pipeline.errors import EvalsetError, SettingsError
+from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import choose_product, load_params, parse_params
 from pipeline.products.text.checkpoints import load_model, load_tokenizer
-from pipeline.products.text.preflight import check_text
+from pipeline.products.text.preflight import _check_quantised, check_text
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_file
 from tests.fakes.synthetic_records import NO_BENCHMARK
@@ -228,6 +229,36 @@ def test_attention_heads_are_shared_evenly(project: Path, copied: Path, num_gpus
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": "dense"}, "expected weights that are stored in few bits, found float ones .format dense"),
+        ({"config_groups": {"W8A8": ["Linear"]}}, "expected config_groups with a mapping for each group"),
+        (
+            {"config_groups": {"a": {"targets": ["Linear"], "weights": {}, "output_activations": {"num_bits": 8}}}},
+            "expected schemes of weights and inputs, got output_activations in a",
+        ),
+    ],
+)
+def test_what_came_quantised_and_would_be_served_otherwise_is_refused(
+    project: Path, copied: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Float weights that a forward pass rounds were served unrounded, with the reference's numbers, and shipped."""
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    edit_json(copied / "config.json", quantization_config=settings | {"config_groups": {}} | changes)
+    with pytest.raises(CheckpointError, match=said):
+        _check_quantised(copied)
+    # older releases of the library call a status "frozen" that is stored in few bits
+    frozen = settings | {"config_groups": {}, "quantization_status": "frozen"}
+    edit_json(copied / "config.json", quantization_config=frozen)
+    _check_quantised(copied)
+    tensors = load_file(copied / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {f"{layer}_scale": tensors[layer][:, :1].clone()}, copied / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"found float ones .{layer}.: each forward pass would have to round"):
+        _check_quantised(copied)
+
+
 def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:
     packed = write_tiny_llama(tmp_path / "packed")
     config = json.loads((packed / "config.json").read_text())
@@ -237,8 +268,6 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
 
 
 def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(copied / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")

@@ -6,7 +6,7 @@ kernel that leaves inputs as they are, which flatters a result: NVFP4 runs so on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.gate.audits import CandidateFindings
@@ -25,8 +25,7 @@ def judge_imitation(findings: CandidateFindings, evidence: Evidence, product: Te
     if problem := find_imitation(evidence):
         findings.judge_emulation(problem, name, product, remedy="serve it where they run")
     elif doubt := _find_doubt(evidence):
-        remedy = "set engine.report_kernels, which an engine that quantgate starts can have"
-        findings.judge_emulation(doubt, name, product, remedy=remedy)
+        findings.judge_emulation(doubt[0], name, product, remedy=doubt[1])
 
 
 def find_imitation(evidence: Evidence) -> str | None:
@@ -44,13 +43,35 @@ def find_imitation(evidence: Evidence) -> str | None:
     return None
 
 
-def _find_doubt(evidence: Evidence) -> str | None:
+def _find_doubt(evidence: Evidence) -> tuple[str, str] | None:
+    """Say what nobody knows of how numbers ran, and what would tell."""
     rounded, engine = evidence.candidate.checkpoint.rounded, evidence.evaluation.served_by.get("engine", {})
-    if not rounded or evidence.candidate.serving.engine == "transformers" or engine.get("kernels"):
+    if evidence.candidate.serving.engine == "transformers":
         return None
-    return (
-        f"whether {' and '.join(rounded)} ran as asked is not known: the engine did not say which kernels it dispatched"
-    )
+    inputs = [name for name in rounded if name.endswith("inputs")]
+    if inputs and not engine.get("kernels"):
+        doubt = f"whether {' and '.join(inputs)} ran as asked is not known: the engine did not say which kernels it "
+        return f"{doubt}dispatched", "set engine.report_kernels, which an engine that quantgate starts can have"
+    cached = [name for name in rounded if not name.endswith("inputs")]
+    if cached and not _stores_floats(engine):
+        doubt = (
+            f"whether {' and '.join(cached)} were stored so is not known: the engine did not say that its cache holds "
+        )
+        return f"{doubt}floats of eight bits", "set kv-cache-dtype: fp8 in engine.options"
+    return None
+
+
+def _stores_floats(engine: Mapping[str, Any]) -> bool:
+    """Whether an engine says that its cache holds floats of eight bits."""
+    return any("cache_dtype" in key and "fp8" in str(value) for key, value in _flatten(engine))
+
+
+def _flatten(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value)
+        else:
+            yield str(key), value
 
 
 def _list_weight_kernels(kernels: Mapping[str, Any]) -> list[str]:

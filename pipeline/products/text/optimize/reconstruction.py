@@ -12,9 +12,12 @@ float32, so that a CPU works in its cache. Two things are known of the error:
 - rounded to nearest, no weight is further off than half a step, so no group's root mean square is larger. A wrong
   scale, or a bit less, makes it about 1 (0.39 at most on the shipped checkpoint, where a uniform error makes 0.29).
 
-Steps say nothing of a scale that is far too large, as values that were rounded by it fit it. So the largest weight that
-shares a scale must reach at least half as far as the format does. float16 can't hold a scale below 6e-8: the library
-then takes 0.001, which makes every weight zero. Scales of eight bits may be as coarse by their own format.
+GPTQ may move single weights by several steps, and a whole layer could be another's. So its root mean square error is
+held against the size of its weights as well.
+
+Steps say nothing of a scale that is far too large, as values that were rounded by it fit it. So the largest weight
+that shares a scale must reach at least two thirds as far as the format does. float16 can't hold a scale below 6e-8: the
+library then takes 0.001, which makes every weight zero. Scales of eight bits may be as coarse by their own format.
 
 Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
 scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms. `ranges.py` has scales
@@ -38,7 +41,9 @@ from pipeline.running.weight_files import open_weights, read_tensors
 
 MAX_MEAN_STEPS = 0.25  # of a layer: a quarter of what a zero-point that is off by one makes
 _HALF_STEP = 0.5
-MAX_COARSE = 2.0  # how much larger than its weights need a scale may be
+MAX_COARSE = 1.5  # how much larger than its weights need a scale may be
+# of a layer by GPTQ: 0.25 at most on the shipped checkpoint, and 1 or more of zeros and of another layer
+MAX_RELATIVE_ERROR = 0.6
 _CHUNK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # in float32 at a time: a CPU's cache holds them
 
 Parts = dict[str, Any]  # the tensors of a layer by the last part of their name
@@ -121,11 +126,13 @@ def _move(tensor: Any, device: str) -> Any:
 
 def _check_layer(packed: Parts, weight: Any, scheme: Scheme, *, is_nearest: bool, where: str) -> None:
     limit = _HALF_STEP + _count_steps(scheme.weights) * _read_precision(packed["weight_scale"])
-    total, num_steps = 0.0, 0.0
+    total, num_steps, squares = 0.0, 0.0, 0.0
+    scale = _read_scales(packed, scheme.weights, len(weight))
     worst = (0.0, 0, 0)  # steps, row, group
     for first, errors, steps in _iterate_errors(packed, weight, scheme):
         total += float(errors.sum())
         num_steps += errors.numel() if steps is None else float(steps.sum())
+        squares += float((errors * scale[first : first + len(errors), :, None]).square().sum())
         if is_nearest:
             if steps is not None:
                 errors /= steps
@@ -145,6 +152,13 @@ def _check_layer(packed: Parts, weight: Any, scheme: Scheme, *, is_nearest: bool
             "its values are wrong"
         )
     _check_fineness(packed, weight, scheme.weights, where=where)
+    size = float(weight.float().square().sum())
+    if not is_nearest and not squares <= MAX_RELATIVE_ERROR**2 * size:  # as of NaN
+        share = (squares / size) ** 0.5 if size else float("inf")
+        raise QuantizationError(
+            f"{where}: its error is {share:.2f} of the size of the source's weights, expected at most "
+            f"{MAX_RELATIVE_ERROR}; they are another layer's, or their scales are wrong"
+        )
 
 
 def _check_fineness(packed: Parts, weight: Any, numbers: NumberFormat, *, where: str) -> None:
