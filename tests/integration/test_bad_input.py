@@ -108,7 +108,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     "no-settings": (lambda: Path("params.yaml").unlink(), "params.yaml: expected the settings file, found none"),
     "settings-not-yaml": (
         lambda: edit("params.yaml", r"release: \[awq-long-g32\]", "release: [awq-long"),
-        "params.yaml: not valid YAML: line 16: expected ',' or ']'",
+        "params.yaml: not valid YAML: line 20: expected ',' or ']'",
     ),
     "same-candidate-twice": (
         lambda: edit("params.yaml", r"\n  gptq-short:", "\n  agent: {}\n  gptq-short:"),

@@ -56,10 +56,17 @@ class RetrievalEval(Eval):
     evalset: str
 
 
+class ResourceSettings(Settings):
+    """How much of the machine is taken: one process, which is all that it needs."""
+
+    num_workers: int = Field(default=1, ge=1)
+
+
 class EmbeddingsProduct(Product):
     """A product of kind `embeddings`."""
 
     kind: Literal["embeddings"]
+    resources: ResourceSettings = ResourceSettings()
     candidates: dict[str, EmbeddingCandidateSettings] = Field(min_length=1)
     evals: dict[str, RetrievalEval] = Field(min_length=1)
 

@@ -18,13 +18,13 @@ from filelock import FileLock
 
 import pipeline.products.text.evals.evaluate as evaluate_module
 import pipeline.products.text.evals.replica as replica_module
+import pipeline.running.shards as shards_module
 from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.replica import open_replica
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
-from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.running.shards import Shard
 from tests.evalsets.test_evalsets import write
@@ -80,7 +80,7 @@ class FakeEngine:
     def __init__(self, endpoint: FakeEndpoint) -> None:
         self._endpoint = endpoint
         self.facts = {"checkpoint": {"digest": endpoint.fingerprint}}
-        self.fingerprint = fingerprint(self.facts)
+        self.fingerprint = endpoint.fingerprint
 
     @contextlib.asynccontextmanager
     async def connect(self, *_: Any, **__: Any) -> AsyncIterator[FakeEndpoint]:
@@ -349,6 +349,11 @@ def read_answers(root: Path) -> list[dict[str, Any]]:
     return [record.model_dump(exclude={"latency_s"}) for record in records]
 
 
+def serve_shards(endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "start_engine", endpoint.start)
+    monkeypatch.setattr(shards_module, "fingerprint", lambda facts: facts["checkpoint"]["digest"])
+
+
 def ask_shards(root: Path, *shards: Shard) -> None:
     with open_replica(make_candidate("a"), make_product(), root=root, build=root / "build/agent") as ask:
         for shard in shards:
@@ -358,7 +363,7 @@ def ask_shards(root: Path, *shards: Shard) -> None:
 def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "start_engine", endpoint.start)
+    serve_shards(endpoint, monkeypatch)
     assert run(tmp_path).shards is None
     alone = read_answers(tmp_path)
     shutil.rmtree(tmp_path / "build")
@@ -374,7 +379,7 @@ def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
 def test_a_shard_that_failed_says_so_and_goes_on(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "start_engine", endpoint.start)
+    serve_shards(endpoint, monkeypatch)
     endpoint.broken = {"b"}
     with pytest.raises(EvidenceError, match=r"a: shard 1/1: first: 1 of 2 cases have no judgement"):
         ask_shards(tmp_path, Shard(1, 1))
