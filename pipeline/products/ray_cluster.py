@@ -28,8 +28,9 @@ from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, r
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import read_environment
+from pipeline.records.record_files import read_record
 from pipeline.running.journal import lock_candidate
-from pipeline.running.shards import Shard
+from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.execution import RayExecution
 
 SHARDS_A_WORKER = 4  # so that a slow one takes fewer
@@ -49,6 +50,11 @@ class _Worker:
     num_entries: int = 0  # that came from it
     known: dict[str, int] = field(default_factory=dict)  # bytes that came of each file
     asked: Any = None  # what is new; None: nothing is on its way
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.host or "a replica"
 
 
 @dataclass
@@ -153,8 +159,7 @@ class _Project:
     @cached_property
     def files(self) -> list[SentFile]:
         """All that a node without this folder needs."""
-        paths = self._list_files()
-        return [SentFile(path.as_posix(), digest_file(path), path.stat().st_size) for path in paths]
+        return [SentFile(path.as_posix(), digest_file(path)) for path in self._list_files()]
 
 
 @contextlib.contextmanager
@@ -199,20 +204,18 @@ def _get(ray: Any, worker: _Worker, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayActorError:
-        raise EngineError(
-            f"{worker.host or 'a replica'}: its worker ended by itself; run `dvc repro` to go on"
-        ) from None
+        raise EngineError(f"{worker.name}: its worker ended by itself; run `dvc repro` to go on") from None
     except ray.exceptions.RayTaskError as error:
         raise _explain(worker, error) from None
 
 
 def _explain(worker: _Worker, error: Any) -> EngineError:
     """Return what a user can act on of an error that a replica raised; raise any other as it is."""
-    host = worker.host or "a replica"
     if isinstance(error.cause, ImportError):
-        return EngineError(f"{host}: expected the project's environment on this node: {error.cause}; install it there")
+        said = f"expected the project's environment on this node: {error.cause}; install it there"
+        return EngineError(f"{worker.name}: {said}")
     if isinstance(error.cause, QuantgateError | OSError):
-        return EngineError(f"{host}: {error.cause}")
+        return EngineError(f"{worker.name}: {error.cause}")
     raise error
 
 
@@ -227,11 +230,9 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
         done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
         for reference in done:
-            is_new = reference in starting
-            worker = starting.pop(reference) if is_new else running.pop(reference)
-            is_seen = bool(worker.host)
+            worker = starting.pop(reference, None) or running.pop(reference)
             if (result := _settle(ray, run, worker, reference)) is not _LOST:
-                if is_new and not is_seen:
+                if not worker.host:  # it said where it is, and does not know yet what to do
                     starting[_begin(worker, run.order, project, result)] = worker
                 else:
                     ready.append(worker)
@@ -260,7 +261,7 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
         return result
     except ray.exceptions.RayActorError:
         run.num_dead += 1
-        problem = EngineError(f"{worker.host or 'a replica'}: its worker ended by itself")
+        problem = EngineError(f"{worker.name}: its worker ended by itself")
     except ray.exceptions.RayTaskError as error:
         problem = _explain(worker, error)
         ray.kill(worker.actor)
@@ -383,8 +384,5 @@ def _find_count(folder: Path) -> int | None:
 
 def _list_finished(folder: Path) -> set[Shard]:
     """Return the shards that an earlier run finished."""
-    from pipeline.records.record_files import read_record
-    from pipeline.running.shards import Attempt
-
     attempts = [read_record(path, Attempt) for path in folder.glob("*-of-*/*/attempt.json")]
     return {Shard(attempt.number, attempt.count) for attempt in attempts if attempt.is_finished}

@@ -29,11 +29,10 @@ CACHE = Path("~/.cache/quantgate/files")  # of a node, by digest
 
 @dataclass(frozen=True)
 class SentFile:
-    """A file of the driver's project: path relative to it, sha256, bytes and mode."""
+    """A file of the driver's project: path relative to it, and sha256."""
 
     path: str
     sha256: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,7 @@ class FileServer:
 
     def read(self, path: str, offset: int) -> bytes:
         """Return the next bytes of a file; none at its end."""
-        with (self._root / path).open("rb") as file:
-            file.seek(offset)
-            return file.read(CHUNK)
+        return read_chunk(self._root / path, offset)
 
 
 class Replica:
@@ -138,9 +135,7 @@ class Replica:
             if path.parent.name == "0-earlier" or path.name.startswith("."):
                 continue
             offset = 0 if path.suffix == ".json" else known.get(name, 0)
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(CHUNK)
+            data = read_chunk(path, offset)
             if path.suffix == ".jsonl":
                 data = data[: data.rfind(b"\n") + 1]  # whole entries
             if data or name not in known:  # an empty file says that there was nothing to do
@@ -175,9 +170,7 @@ class Replica:
 
     def read_made(self, folder: str, path: str, offset: int) -> bytes:
         """Return the next bytes of a file of results; none at its end."""
-        with (self._build / folder / self._order.candidate / path).open("rb") as file:
-            file.seek(offset)
-            return file.read(CHUNK)
+        return read_chunk(self._build / folder / self._order.candidate / path, offset)
 
     def close(self) -> None:
         """End what was loaded or started."""
@@ -212,6 +205,13 @@ def _ask(server: Any, path: str, offset: int) -> bytes:
 
     data: bytes = ray.get(server.read.remote(path, offset))
     return data
+
+
+def read_chunk(path: Path, offset: int) -> bytes:
+    """Return the next bytes of a file, from an offset; none at its end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(CHUNK)
 
 
 def receive(target: Path, read: Callable[[int], bytes]) -> None:
