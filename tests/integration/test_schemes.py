@@ -29,6 +29,7 @@ from pipeline.products.text.serving.loading import choose_load_dtype, load_candi
 from pipeline.products.text.settings import Calibration, QuantizeStep
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
+from tests.fakes.tiny_architectures import write_tiny_model
 from tests.fakes.tiny_llama import write_documents, write_tiny_llama
 
 LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
@@ -49,9 +50,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Evalset:
     return load_evalset(write_documents(tmp_path_factory.mktemp("texts") / "calibration", {"prose": documents}))
 
 
-def make_step(scheme: str, **changes: Any) -> QuantizeStep:
+def make_step(scheme: str | None, **changes: Any) -> QuantizeStep:
     settings: dict[str, Any] = {"scheme": scheme}
-    if PRESETS[scheme].needs_calibration:
+    if scheme and PRESETS[scheme].needs_calibration:
         settings["calibration"] = CALIBRATION
     if scheme == "FP8_BLOCK":
         settings["exclude"] = ["lm_head", "re:.*[qkv]_proj"]
@@ -355,6 +356,64 @@ def test_smoothing_moves_scales_that_are_undone_before_weights_are_compared(
     assert not torch.equal(before, after)
 
 
+def test_norms_that_are_stored_as_a_distance_from_one_stay_where_nothing_is_moved_into_them(
+    texts: Evalset, tmp_path: Path
+) -> None:
+    """The library adds one in bfloat16 and takes it off again: rounding to nearest changed each by up to 0.0039."""
+    source = write_tiny_model(tmp_path / "gemma2", "gemma2", dtype="bfloat16")
+    edited = edit(source, tmp_path / "source", scatter_norms)
+    quantize(edited, tmp_path / "made", step=make_step("W8A8"), calibration_set=texts)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "made"))
+    norms = [name for name in before if name.endswith("norm.weight")]
+    assert len(norms) > 4 and all(before[name].equal(after[name]) for name in norms)
+    awq = make_step("W4A16", group_size=32, algorithm="awq", calibration=CALIBRATION)
+    quantize(edited, tmp_path / "moved", step=awq, calibration_set=texts)  # refuses what it can't explain
+    moved = load_file(tmp_path / "moved/model.safetensors")
+    changed = {name.split(".")[-2] for name in norms if not before[name].equal(moved[name])}
+    assert changed == {"input_layernorm", "pre_feedforward_layernorm"}
+
+
+def test_scales_are_not_moved_into_layers_that_a_norm_does_not_feed(texts: Evalset, tmp_path: Path) -> None:
+    """By Llama's names scales went from Gemma's norm behind attention to the layers behind another one."""
+    source = write_tiny_model(tmp_path / "gemma2", "gemma2", dtype="bfloat16")
+    step = make_step("W8A8", smoothing_strength=0.5, calibration=CALIBRATION)
+    said = "scales from model.layers.0.post_attention_layernorm to model.layers.0.mlp.gate_proj, which it does not feed"
+    with pytest.raises(QuantizationError, match=f"^llm-compressor would move {said} in Gemma2ForCausalLM"):
+        quantize(source, tmp_path / "made", step=step, calibration_set=texts)
+
+
+def scatter_norms(tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ("mamba", {"smoothing_strength": 0.5}, "smoothing_strength: expected norms that llm-compressor knows .* Mamba"),
+        ("bloom", {"scheme": "W4A16", "group_size": 32, "algorithm": "awq"}, "llm-compressor failed: AttributeError: "),
+    ],
+)
+def test_what_the_library_does_not_know_of_a_model_is_one_line(
+    model: str, changes: dict[str, Any], said: str, texts: Evalset, source: Path, tmp_path: Path
+) -> None:
+    """Smoothing did nothing and said nothing, and AWQ ended in a traceback."""
+    import transformers
+
+    size = {"vocab_size": 320, "hidden_size": 64}
+    made = {
+        "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**size, num_hidden_layers=1)),
+        "bloom": lambda: transformers.BloomForCausalLM(transformers.BloomConfig(**size, n_layer=1, n_head=2)),
+    }[model]()
+    made.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / "model" / name)
+    step = make_step(changes.pop("scheme", "W8A8"), calibration=CALIBRATION, **changes)
+    with pytest.raises(QuantizationError, match=f"^{said}"):
+        quantize(tmp_path / "model", tmp_path / "made", step=step, calibration_set=texts)
+
+
 @pytest.mark.parametrize(
     ("scheme", "changes", "imitated"),
     [
@@ -363,10 +422,11 @@ def test_smoothing_moves_scales_that_are_undone_before_weights_are_compared(
         ("W8A8", {}, {"int8-token-symmetric-dynamic inputs": 14}),
         ("NVFP4", {}, {"nvfp4 inputs": 14}),
         ("FP8_DYNAMIC", CACHE, {"fp8-tensor keys and values": 2, "fp8-token-dynamic inputs": 14}),
+        (None, CACHE, {"fp8-tensor keys and values": 2}),
     ],
 )
 def test_the_server_says_what_it_imitates_and_answers_as_plain_transformers_does(
-    scheme: str, changes: dict[str, Any], imitated: dict[str, int], make: Callable[[QuantizeStep], Path]
+    scheme: str | None, changes: dict[str, Any], imitated: dict[str, int], make: Callable[[QuantizeStep], Path]
 ) -> None:
     torch.set_num_threads(1)
     folder = make(make_step(scheme, **changes))
@@ -375,7 +435,7 @@ def test_the_server_says_what_it_imitates_and_answers_as_plain_transformers_does
     serving = ServingConfig(dtype="float32", concurrency=2, context_length=64, max_tokens=8)
     loaded = load_candidate(Candidate(name="tiny", checkpoint=checkpoint, serving=serving, libraries={}), folder)
     assert loaded.facts["engine"].get("imitated", {}) == imitated
-    plain = load_model(folder, dtype="bfloat16" if scheme.startswith("NV") else "float32")
+    plain = load_model(folder, dtype="bfloat16" if scheme in ("NVFP4", "NVFP4A16") else "float32")
     ids = torch.arange(20, 50)[None]
     with torch.no_grad():
         plain(ids, use_cache=False)  # unpacks

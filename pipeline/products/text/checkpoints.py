@@ -22,7 +22,9 @@ from unittest.mock import patch
 
 from pipeline.errors import CheckpointError
 from pipeline.products.text.footprint import count_load_bytes
-from pipeline.products.text.schemes import list_rounded
+from pipeline.products.text.layer_names import is_embedding, is_token_embedding, name_layer
+from pipeline.products.text.schemes import StoredGroups, list_rounded
+from pipeline.products.text.stored_schemes import check_stored_schemes
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.environment import count_memory_mib, read_available_mib
@@ -34,20 +36,9 @@ CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PACKED = (".weight_packed", ".qweight")
-_SIDE_TENSORS = (
-    ".weight_scale",
-    ".weight_zero_point",
-    ".weight_shape",
-    ".weight_g_idx",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-)
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
-# (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
-_RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
+# what belongs to a quantised weight, an input or a cache, and is no weight itself
+_SIDE_TENSORS = ("_scale", "_zero_point", ".weight_shape", "g_idx", ".qzeros", ".scales")
 _HEAD = "lm_head.weight"
-_TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 
 
 def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
@@ -59,11 +50,12 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: the folder is missing, holds pickle weights, or a safetensors file is damaged or
             incomplete. Config or tokenizer is unreadable. A token lies beyond the embedding, or the embedding has
-            another size than config.json says.
+            another size than config.json says. Or layers are stored otherwise than its quantization config says.
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
-    detect_format(folder, config, tensors)
+    if detect_format(folder, config, tensors) == "compressed-tensors":
+        check_stored_schemes(folder / CONFIG_FILE, config, tensors)
     _check_sizes(folder, config, _token_embedding(tensors))
     if (num_ids := _tokenizer_size(folder)) is not None:
         _check_vocabulary(folder, num_ids)
@@ -126,17 +118,12 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     shapes = {
         name_layer(name.removesuffix(".weight"), kind): (info.shape[0], info.shape[1])
         for name, info in tensors.items()
-        if name.endswith(".weight") and len(info.shape) == 2 and name.split(".")[-2] not in _EMBEDDINGS
+        if name.endswith(".weight") and len(info.shape) == 2 and not is_embedding(name)
     }
     embedding, head = _token_embedding(tensors), tied_head(folder)
     if head and embedding:
         shapes[head] = (embedding.shape[0], embedding.shape[1])
     return shapes
-
-
-def name_layer(stored: str, model_type: str) -> str:
-    """Return the name that transformers gives to a layer of the file; settings, messages and records use it too."""
-    return _RENAMED_LAYERS.get((model_type, stored), stored)
 
 
 def tied_head(folder: Path) -> str | None:
@@ -157,7 +144,7 @@ def check_tied_head(folder: Path) -> None:
         CheckpointError: names both tensors.
     """
     tensors, config = read_tensors(folder), read_config(folder)
-    names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _TOKEN_EMBEDDINGS]
+    names = [name for name in tensors if is_token_embedding(name)]
     if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
         return
     head, embedding = (read_tensor(folder, tensors[name], name) for name in (_HEAD, names[0]))
@@ -382,8 +369,7 @@ def _count_ids(path: Path, data: dict[str, Any]) -> int:
 
 
 def _token_embedding(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
-    names = (n for n in tensors if n.endswith(".weight") and n.split(".")[-2] in _TOKEN_EMBEDDINGS)
-    return next((tensors[n] for n in names), None)
+    return next((tensors[name] for name in tensors if is_token_embedding(name)), None)
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
@@ -396,13 +382,10 @@ def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
 
 
 def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> int:
-    settings = config.get("quantization_config") or {}
-    groups = list((settings.get("config_groups") or {}).values())
-    bits = settings.get("bits") or (groups and (groups[0].get("weights") or {}).get("num_bits")) or 4
-    total = 0
+    groups, total = StoredGroups(config.get("quantization_config") or {}), 0
     for name, info in tensors.items():
         if name.endswith(_PACKED):
-            total += info.num_bytes * 8 // bits
+            total += info.num_bytes * 8 // groups.find_bits(name.rpartition(".")[0])
         elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
             total += info.num_elements
     return total

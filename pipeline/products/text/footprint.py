@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.products.text.schemes import StoredGroups
 from pipeline.running.weight_files import TensorInfo
 
 TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,12 +33,11 @@ def count_load_bytes(
         keeps_packed: quantised weights stay as stored; else those of compressed-tensors are unpacked into `dtype`, or
             into the type of their scales.
     """
-    groups = list(((config.get("quantization_config") or {}).get("config_groups") or {}).values())
-    total = 0
+    groups, total = StoredGroups(config.get("quantization_config") or {}), 0
     for name, info in tensors.items():
         if name.endswith(_PACKED) and not keeps_packed:
             scale = tensors.get(name.removesuffix(_PACKED) + ".weight_scale", info)
-            bits = _find_bits(groups, name.removesuffix(_PACKED))
+            bits = groups.find_bits(name.removesuffix(_PACKED))
             total += info.num_bytes * 8 // bits * TYPE_BYTES.get(dtype, STORED_BYTES.get(scale.dtype, 2))
         elif info.dtype == "I8" and f"{name}_scale" in tensors and not keeps_packed:
             total += info.num_elements * TYPE_BYTES.get(dtype, STORED_BYTES.get(tensors[f"{name}_scale"].dtype, 2))
@@ -58,16 +58,6 @@ def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_l
     kinds = text.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
     lengths = [min(context_length, window) if window and "sliding" in kind else context_length for kind in kinds]
     return num_requests * token_bytes * sum(lengths)
-
-
-def _find_bits(groups: list[dict[str, Any]], layer: str) -> int:
-    """Return the bits a weight of a packed layer: of the group of config.json that names it, else of the first one."""
-    named = [g for g in groups if any(_targets(target, layer) for target in g.get("targets") or ())] or groups
-    return int((named and (named[0].get("weights") or {}).get("num_bits")) or 4)
-
-
-def _targets(target: str, layer: str) -> bool:
-    return re.match(target[3:], layer) is not None if target.startswith("re:") else target == layer
 
 
 def find_block_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

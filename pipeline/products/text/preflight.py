@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
-from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
+from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import check_distinct
 from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
@@ -62,7 +62,7 @@ def check_text(product: TextProduct, root: Path) -> None:
     )
     check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
     for name, candidate in product.candidates.items():
-        _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
+        _check_candidate(f"candidates.{name}", candidate, texts, root, check_folder)
         if candidate.engine.is_embedded and product.serving.dtype != "bfloat16":
             _check_unpacking(f"candidates.{name}", candidate, root)
     evalsets = {
@@ -73,7 +73,7 @@ def check_text(product: TextProduct, root: Path) -> None:
 
 
 def _check_candidate(
-    where: str, candidate: CandidateSettings, calibration: Card, root: Path, check_folder: Callable[[Path, bool], None]
+    where: str, candidate: CandidateSettings, texts: Evalset, root: Path, check_folder: Callable[[Path, bool], None]
 ) -> None:
     try:
         folder = locate_checkpoint(candidate.checkpoint, root)
@@ -88,7 +88,7 @@ def _check_candidate(
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
         if isinstance(step, WeightStep) and step.calibration is not None:
-            _check_sources(f"{at}.calibration.sources", step.calibration, calibration)
+            _check_calibration(f"{at}.calibration", step.calibration, texts)
         try:
             _check_folders(step, folder, root)
         except QuantgateError as error:
@@ -98,9 +98,7 @@ def _check_candidate(
 def _check_unpacking(where: str, candidate: CandidateSettings, root: Path) -> None:
     """Refuse a step whose weights transformers unpacks into bfloat16 alone, where that would round the others."""
     for i, step in enumerate(candidate.steps):
-        small = isinstance(step, QuantizeStep) and next(
-            (s.weights for s in step.schemes if s.weights.scale_dtype), None
-        )
+        small = isinstance(step, QuantizeStep) and next((s.weights for s in step.schemes if s.needs_bfloat16), None)
         if not small:
             continue
         tensors = read_tensors(locate_checkpoint(candidate.checkpoint, root))
@@ -147,34 +145,9 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
         )
     if is_served:
         check_own_code(folder)
-        _check_quantised(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)
-
-
-def _check_quantised(folder: Path) -> None:
-    """Refuse a checkpoint that came quantised in a way that would be served otherwise than it is meant."""
-    settings = read_config(folder).get("quantization_config") or {}
-    if not isinstance(settings, dict) or settings.get("quant_method") != "compressed-tensors":
-        return
-    path = folder / CONFIG_FILE
-    groups = settings.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise CheckpointError(f"{path}: expected config_groups with a mapping for each group, got another form")
-    tensors = read_tensors(folder)
-    scaled = (f"{name.removesuffix('_scale')}" for name in tensors if name.endswith(".weight_scale"))
-    floats = next((name for name in scaled if name in tensors and tensors[name].dtype in ("F32", "F16", "BF16")), None)
-    if settings.get("format") == "dense" or floats:
-        raise CheckpointError(
-            f"{path}: expected weights that are stored in few bits, found float ones ({floats or 'format dense'}): "
-            "each forward pass would have to round them, and no engine here does; save it with save_compressed=True"
-        )
-    if outputs := next((name for name, group in groups.items() if group.get("output_activations")), None):
-        raise CheckpointError(
-            f"{path}: expected schemes of weights and inputs, got output_activations in {outputs}: nothing here sees "
-            "whether outputs are rounded; quantise without them"
-        )
 
 
 def _check_context(folder: Path, product: TextProduct) -> None:
@@ -232,13 +205,19 @@ def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tu
         raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
 
 
-def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
+def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:
     for source in asked.sources:
-        if source not in calibration.buckets:
+        if source not in texts.card.buckets:
             raise SettingsError(
-                f"{where}: {source!r} is no bucket of the calibration texts; "
-                f"they have {', '.join(calibration.buckets) or 'none'}"
+                f"{where}.sources: {source!r} is no bucket of the calibration texts; "
+                f"they have {', '.join(texts.card.buckets) or 'none'}"
             )
+    num_texts = sum(not set(asked.sources).isdisjoint(case.buckets) for case in texts.cases)
+    if asked.num_samples > num_texts and not asked.length_exponent:  # which asks for longer texts more than once
+        raise SettingsError(
+            f"{where}.num_samples: expected at most {num_texts}, the texts of {', '.join(asked.sources)}, got "
+            f"{asked.num_samples}: each would be repeated; lower it, or name more sources"
+        )
 
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:

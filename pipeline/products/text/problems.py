@@ -223,7 +223,7 @@ def _imitation_problems(product: TextProduct) -> list[str]:
             problems += _unproven_problems(name, candidate.engine, [step for _, step in steps], must_run=must_run)
             continue
         for i, step in steps:
-            small = next((s.weights.name for s in step.schemes if s.weights.scale_dtype), None)
+            small = next((scheme.weights.name for scheme in step.schemes if scheme.needs_bfloat16), None)
             if small and product.serving.dtype == "float16":
                 problems.append(
                     f"candidates.{name}.steps.{i}.scheme: expected serving.dtype bfloat16 or float32 with {small}, "

@@ -8,7 +8,8 @@ Source: compressed-tensors 0.19, `quantization/quant_scheme.py` and `compressors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -44,6 +45,25 @@ class NumberFormat(Settings):
                 yield f"{name}: expected {wanted} with strategy {self.strategy}, got {getattr(self, name)!r}"
         if self.type == "float" and not self.symmetric:
             yield "symmetric: expected true with type float, got false"
+        is_small = self.strategy == "tensor_group" or self.scale_dtype or (self.type, self.num_bits) == ("float", 4)
+        if is_small and not self._is_micro_scaled:
+            yield (
+                "scale_dtype: expected the numbers of NVFP4 (float, 4 bits, strategy tensor_group, group_size 16, "
+                "scale_dtype float8_e4m3fn) or of MXFP4 and MXFP8 (float, strategy group, group_size 32, scale_dtype "
+                f"uint8), got {self._shown}; there are no others with scales of 8 bits, nor floats of 4 bits"
+            )
+
+    @property
+    def _is_micro_scaled(self) -> bool:
+        """Whether these are floats of a published format whose groups have scales of eight bits."""
+        found = (self.type, self.strategy, self.group_size, self.scale_dtype)
+        is_nvidia = self.num_bits == _HALF_BYTE and found == ("float", "tensor_group", 16, "float8_e4m3fn")
+        return is_nvidia or found == ("float", "group", 32, "uint8")
+
+    @property
+    def _shown(self) -> str:
+        fields = self.model_dump(include={"type", "num_bits", "strategy", "group_size", "scale_dtype"})
+        return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
 
     @property
     def name(self) -> str:
@@ -69,12 +89,14 @@ class Scheme(Settings):
         yield from (f"weights.{problem}" for problem in weights.find_problems())
         if weights.dynamic or weights.strategy in ("token", "attn_head"):
             yield "weights: expected scales that are stored with the weights, got dynamic ones or strategy token"
+        if not weights.symmetric and weights.strategy in ("tensor", "block"):
+            yield (  # no storage of the library has one
+                f"weights.symmetric: expected true with strategy {weights.strategy}, whose values would share a "
+                "zero-point, got false; set it, or strategy channel or group"
+            )
         if inputs is not None:
             yield from (f"input_activations.{problem}" for problem in inputs.find_problems())
-            if inputs.strategy == "attn_head":
-                yield "input_activations.strategy: expected one of linear layers, got 'attn_head', which kv_cache has"
-            if not (inputs.symmetric or inputs.dynamic):
-                yield "input_activations.symmetric: expected true where scales are stored, got false"
+            yield from (f"input_activations.{problem}" for problem in _find_input_problems(inputs))
 
     @property
     def name(self) -> str:
@@ -87,12 +109,17 @@ class Scheme(Settings):
         return self.input_activations is not None and self.input_activations.dynamic is not True
 
     @property
+    def needs_bfloat16(self) -> bool:
+        """Whether transformers unpacks the weights into bfloat16 alone: those whose scales are of eight bits."""
+        return self.weights.scale_dtype is not None
+
+    @property
     def storage(self) -> str:
         """The format as config.json calls it, which says how values are laid out."""
         if self.weights.scale_dtype:
             return f"{self.weights.name}-{'pack-quantized' if self.weights.num_bits == _HALF_BYTE else 'quantized'}"
         if self.weights.type == "float":
-            return "float-quantized"
+            return "float-quantized" if self.input_activations else "naive-quantized"
         return "int-quantized" if self.input_activations else "pack-quantized"
 
     def list_parts(self, shape: tuple[int, int], *, float_type: str = "BF16") -> dict[str, Part]:
@@ -127,6 +154,24 @@ class Scheme(Settings):
     def count_bytes(self, shape: tuple[int, int]) -> int:
         """Count the bytes that are stored of a layer of shape (out, in)."""
         return sum(_ITEM_BYTES[dtype] * math.prod(size) for dtype, size in self.list_parts(shape).values())
+
+
+def _find_input_problems(inputs: NumberFormat) -> Iterator[str]:
+    """Yield what the library can't round inputs by, though weights may have it."""
+    ways: dict[str, tuple[bool | str, ...]] = {
+        "tensor": (False, True),
+        "token": (True,),
+        "group": (True,),
+        "tensor_group": ("local",),
+    }
+    if inputs.strategy not in ways:
+        hint = ", which kv_cache has" if inputs.strategy == "attn_head" else ""
+        yield f"strategy: expected one of {', '.join(ways)}, got {inputs.strategy!r}{hint}"
+    elif inputs.dynamic not in ways[inputs.strategy]:
+        wanted = " or ".join(str(way).lower() for way in ways[inputs.strategy])
+        yield f"dynamic: expected {wanted} with strategy {inputs.strategy}, got {str(inputs.dynamic).lower()}"
+    if not (inputs.symmetric or inputs.dynamic):
+        yield "symmetric: expected true where scales are stored, got false"
 
 
 def build_cache_format(strategy: str) -> NumberFormat:
@@ -201,8 +246,56 @@ def list_rounded(quantization: Mapping[str, Any]) -> tuple[str, ...]:
     return (*sorted(inputs), *([f"{read_format(cache).name} keys and values"] if cache else []))
 
 
+class StoredGroups:
+    """The groups of config.json that quantised layers are in, by their names: exactly, by a regex, or all of them."""
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        """Take `quantization_config` of config.json, by any quantiser.
+
+        Raises:
+            re.error: a target is no regular expression.
+        """
+        self._bits = quantization.get("bits")
+        groups = list((quantization.get("config_groups") or {}).values())
+        targets = [(target, group) for group in groups for target in group.get("targets") or ()]
+        self._first: Mapping[str, Any] = groups[0] if groups else {}
+        self._ignored = _index([(entry, True) for entry in quantization.get("ignore") or ()])
+        self._groups = _index(targets)
+
+    def find(self, layer: str) -> Mapping[str, Any] | None:
+        """Return the group of a linear layer, in the library's order: by name, by regex, by class; None: of none."""
+        return None if _look_up(self._ignored, layer) else _look_up(self._groups, layer)
+
+    def find_bits(self, layer: str) -> int:
+        """Return the bits of a weight of a packed layer: of one in no group those of the first; 4 if none are given."""
+        group = self.find(layer) or self._first
+        return int(self._bits or (group.get("weights") or {}).get("num_bits") or 4)
+
+
+_Index = tuple[dict[str, Any], list[tuple[re.Pattern[str], Any]]]
+
+
+def _index(entries: Iterable[tuple[str, Any]]) -> _Index:
+    """Sort what targets stand for by how they name layers; the first of equal ones counts."""
+    names: dict[str, Any] = {}
+    patterns = []
+    for target, value in entries:
+        if target.startswith("re:"):
+            patterns.append((re.compile(target[3:]), value))
+        else:
+            names.setdefault(target, value)
+    return names, patterns
+
+
+def _look_up(index: _Index, layer: str) -> Any:
+    names, patterns = index
+    if layer in names:
+        return names[layer]
+    return next((value for pattern, value in patterns if pattern.match(layer)), names.get("Linear"))
+
+
 def unpacks_to_bfloat16(quantization: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors unpacks some weights into bfloat16 alone: those whose scales are of eight bits."""
+    """Whether a checkpoint has weights that are unpacked into bfloat16 alone, see `Scheme.needs_bfloat16`."""
     groups = (quantization.get("config_groups") or {}).values()
     return any((group.get("weights") or {}).get("scale_dtype") for group in groups)
 

@@ -105,7 +105,7 @@ class QuantizeStep(WeightStep, NumberFormats):
         algorithm: how weights are rounded. "rtn" rounds to nearest. "gptq" (Frantar et al. 2022) makes up for errors
             layer by layer, to second order. "awq" (Lin et al. 2023) scales salient channels before it rounds.
         rules: of some layers; the first that matches a layer counts.
-        kv_cache: keys and values in few bits; None: as they are.
+        kv_cache: keys and values in few bits; None: as they are. Without a scheme it is all that the step quantises.
         smoothing_strength: of SmoothQuant (Xiao et al. 2022), which moves outliers of inputs into the weights before
             they are rounded; None: it is left out.
         world_size: processes that share the calibration, one a GPU. Another number writes other weights.
@@ -128,9 +128,15 @@ class QuantizeStep(WeightStep, NumberFormats):
         return self.algorithm != "gptq"
 
     @property
+    def is_cache_alone(self) -> bool:
+        """Whether weights and inputs stay as they are."""
+        named = (self.scheme, self.group_size, self.weights, self.input_activations, *self.rules)
+        return self.kv_cache is not None and not any(named)
+
+    @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The step's own scheme, and those of its rules."""
-        return (self.resolve(), *(rule.resolve() for rule in self.rules))
+        return () if self.is_cache_alone else (self.resolve(), *(rule.resolve() for rule in self.rules))
 
     def build_record(self) -> dict[str, Any]:
         """Return the settings as JSON, without those that another algorithm has; one process is as before any."""
@@ -153,7 +159,8 @@ class QuantizeStep(WeightStep, NumberFormats):
 
     def find_problems(self) -> Iterator[str]:
         """Yield what contradicts itself, one line each, starting with the key."""
-        formats = {"": self} | {f"rules.{i}.": rule for i, rule in enumerate(self.rules)}
+        formats: dict[str, NumberFormats] = {} if self.is_cache_alone else {"": self}
+        formats |= {f"rules.{i}.": rule for i, rule in enumerate(self.rules)}
         problems = [at + text for at, one in formats.items() for text in NumberFormats.find_problems(one)]
         yield from problems
         for name, algorithm in _OWN_SETTINGS.items():
@@ -162,6 +169,9 @@ class QuantizeStep(WeightStep, NumberFormats):
                 yield f"{name}: {algorithm} alone has it, got algorithm {self.algorithm}; remove it"
         if self.smoothing_strength is not None and self.algorithm == "awq":
             yield "smoothing_strength: expected none with algorithm awq, which scales channels itself; remove it"
+        if self.is_cache_alone and (self.algorithm != "rtn" or self.smoothing_strength is not None):
+            yield "scheme: expected the numbers that weights are stored in, found none beside kv_cache; set one"
+            return
         if problems:
             return
         coarse = next((s.weights.name for s in self.schemes if s.weights.strategy == "tensor"), None)

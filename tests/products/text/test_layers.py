@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.optimize.layers import plan_layers
+from pipeline.products.text.optimize.layers import plan_folder, plan_layers
 from pipeline.products.text.settings import Calibration, QuantizeStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, length_exponent=0.0)
@@ -99,11 +104,48 @@ def test_format_name() -> None:
     assert step(bits=8, symmetric=False, group_size=32).resolve().name == "int8-g32-asymmetric"
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_zero_point_of_a_whole_layer_is_refused(bits: int) -> None:
-    """It ended in a traceback, after the library had quantised."""
-    weights = {"num_bits": bits, "type": "int", "strategy": "tensor"}
-    asked = QuantizeStep.model_validate({"kind": "quantize", "weights": weights | {"symmetric": False}})
-    with pytest.raises(QuantizationError, match=r"weights\.symmetric: expected true with strategy tensor, got false"):
+def test_a_rule_that_earlier_ones_shadow_is_refused() -> None:
+    """It had no effect, and nothing said so."""
+    first, second = (
+        {"layers": ["re:.*mlp.*"], "scheme": "W8A16"},
+        {"layers": ["re:.*down_proj"], "scheme": "FP8_DYNAMIC"},
+    )
+    rules = {"kind": "quantize", "scheme": "W8A8", "rules": [first, second]}
+    with pytest.raises(QuantizationError, match=r"^rules\.1\.layers: expected a layer that no earlier rule matches"):
+        plan_layers(shapes(), QuantizeStep.model_validate(rules))
+    plan = plan_layers(shapes(), QuantizeStep.model_validate(rules | {"rules": [second, first]}))
+    down, up = (plan.schemes[f"model.layers.0.mlp.{name}_proj"].name for name in ("down", "up"))
+    assert (down, up) == ("fp8-channel/fp8-token-dynamic", "int8-g128-symmetric")
+
+
+def test_groups_of_inputs_that_do_not_divide_are_named_as_such() -> None:
+    """The weights' key and number were named."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 96, "dynamic": True}
+    asked = QuantizeStep.model_validate({"kind": "quantize", "weights": weights, "input_activations": inputs})
+    with pytest.raises(QuantizationError, match=r"^input_activations\.group_size: 96 does not divide .*exclude them$"):
         plan_layers(shapes(), asked)
-    assert plan_layers(shapes(), QuantizeStep.model_validate({"kind": "quantize", "weights": weights}))
+
+
+def write_headers(folder: Path, kind: str, tensors: Mapping[str, tuple[int, ...]]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({name: np.zeros(shape, np.float16) for name, shape in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("head", [{}, {"lm_head.weight": (64, 128)}], ids=["tied", "untied"])
+def test_layers_that_are_transformers_own_are_refused_by_name(tmp_path: Path, head: dict[str, tuple[int, ...]]) -> None:
+    """With a head of its own one layer of GPT-2 was quantised, and the step succeeded; else `exclude` was blamed."""
+    tensors = {"transformer.wte.weight": (64, 128), "transformer.h.0.attn.c_attn.weight": (128, 384)}
+    folder = write_headers(tmp_path / "gpt2", "gpt2", tensors | head)
+    with pytest.raises(QuantizationError, match="expected linear layers, got model type 'gpt2', whose .* Conv1D"):
+        plan_folder(folder, QuantizeStep.model_validate({"kind": "quantize", "scheme": "W8A8", "exclude": []}))
+
+
+def test_an_embedding_that_mamba_has_is_none_of_the_layers(tmp_path: Path) -> None:
+    """Its head is tied, so `lm_head` matched nothing, and the embedding would have been quantised."""
+    tensors = {"backbone.embeddings.weight": (64, 128), "backbone.layers.0.mixer.in_proj.weight": (512, 128)}
+    folder = write_headers(tmp_path / "mamba", "mamba", tensors)
+    plan = plan_folder(folder, QuantizeStep.model_validate({"kind": "quantize", "scheme": "W8A8"}))
+    assert list(plan.asked) == ["backbone.layers.0.mixer.in_proj"] and list(plan.excluded) == ["lm_head"]

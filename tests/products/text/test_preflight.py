@@ -19,8 +19,8 @@ import pipeline.products.text.preflight
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import choose_product, load_params, parse_params
-from pipeline.products.text.checkpoints import load_model, load_tokenizer
-from pipeline.products.text.preflight import _check_quantised, check_text
+from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.preflight import check_text
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_file
 from tests.fakes.synthetic_records import NO_BENCHMARK
@@ -75,7 +75,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that SETTINGS names."""
     root = tmp_path_factory.mktemp("project")
     write_tiny_llama(root / "models/tiny")
-    write_documents(root / "evalsets/calibration", {"prose": ["a", "b"], "long": ["c"]})
+    write_documents(root / "evalsets/calibration", {"prose": list("abcdefg"), "long": ["h"]})
     write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
     write_cases(root / "evalsets/choices", "easy", question="1 + 1 =", choices=["2", "3"], answer=0)
     write_card(root / "evalsets/choices", kind="choices")
@@ -170,6 +170,12 @@ STEP = "candidates//int4//steps//0"
             "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
             "mlp.down_proj; raise num_samples or max_tokens",
         ),
+        (
+            f"{STEP}//calibration//num_samples",
+            9,
+            "candidates.int4.steps.0.calibration.num_samples: expected at most 8, the texts of prose, long, got 9: "
+            "each would be repeated; lower it, or name more sources",
+        ),
         (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
         (
             "optimize//calibration_texts",
@@ -229,34 +235,19 @@ def test_attention_heads_are_shared_evenly(project: Path, copied: Path, num_gpus
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"format": "dense"}, "expected weights that are stored in few bits, found float ones .format dense"),
-        ({"config_groups": {"W8A8": ["Linear"]}}, "expected config_groups with a mapping for each group"),
-        (
-            {"config_groups": {"a": {"targets": ["Linear"], "weights": {}, "output_activations": {"num_bits": 8}}}},
-            "expected schemes of weights and inputs, got output_activations in a",
-        ),
-    ],
-)
-def test_what_came_quantised_and_would_be_served_otherwise_is_refused(
-    project: Path, copied: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_what_came_quantised_and_would_be_served_otherwise_is_refused(project: Path, copied: Path) -> None:
     """Float weights that a forward pass rounds were served unrounded, with the reference's numbers, and shipped."""
-    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
-    edit_json(copied / "config.json", quantization_config=settings | {"config_groups": {}} | changes)
-    with pytest.raises(CheckpointError, match=said):
-        _check_quantised(copied)
-    # older releases of the library call a status "frozen" that is stored in few bits
-    frozen = settings | {"config_groups": {}, "quantization_status": "frozen"}
-    edit_json(copied / "config.json", quantization_config=frozen)
-    _check_quantised(copied)
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+    edit_json(copied / "config.json", quantization_config=settings)
     tensors = load_file(copied / "model.safetensors")
-    layer = "model.layers.0.mlp.up_proj.weight"
-    save_file(tensors | {f"{layer}_scale": tensors[layer][:, :1].clone()}, copied / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"found float ones .{layer}.: each forward pass would have to round"):
-        _check_quantised(copied)
+    layer = "model.layers.0.mlp.up_proj"
+    scale = tensors[f"{layer}.weight"][:, :1].clone()
+    save_file(tensors | {f"{layer}.weight_scale": scale}, copied / "model.safetensors")
+    said = rf"found float ones .{layer}.: each forward pass would have to round them"
+    with pytest.raises(SettingsError, match=rf"^candidates\.plain\.checkpoint: .*{said}"):
+        check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    with pytest.raises(CheckpointError, match=said):  # a server asks as well, and may be started by hand
+        read_checkpoint(copied, root=project)
 
 
 def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:

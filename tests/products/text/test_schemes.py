@@ -76,6 +76,9 @@ def test_only_scales_that_are_stored_need_texts() -> None:
 
 CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0.0}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FP8_INPUTS = {"num_bits": 8, "type": "float"}
+BLOCKS = {"block_structure": [128, 128]}
+NVFP4 = PRESETS["NVFP4A16"].weights.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,10 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
             {"weights": INT4 | {"strategy": "channel"}},
             "weights.group_size: expected none with strategy channel",
         ),
-        ({"weights": INT4 | {"type": "float", "symmetric": False}}, "weights.symmetric: expected true with type float"),
+        (
+            {"weights": INT4 | {"type": "float", "num_bits": 8, "symmetric": False}},
+            "weights.symmetric: expected true with type float",
+        ),
         ({"weights": INT4 | {"dynamic": True}}, "weights: expected scales that are stored"),
         ({"scheme": "W8A8", "rules": [{"layers": ["x"], "scheme": "W5"}]}, "rules.0.scheme: expected one of W4A16"),
         ({"scheme": "FP8"}, "calibration: expected the texts that fp8-tensor/fp8-tensor is calibrated on"),
@@ -112,8 +118,36 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
             "algorithm: expected rtn or gptq, as fp8-tensor has one scale a layer",
         ),
         (
-            {"weights": INT4, "input_activations": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
-            "input_activations.strategy: expected one of linear layers, got 'attn_head'",
+            {"weights": INT4, "input_activations": FP8_INPUTS | {"strategy": "attn_head"}},
+            "input_activations.strategy: expected one of tensor, .*, got 'attn_head', which kv_cache has",
+        ),
+        (
+            {"weights": INT4, "input_activations": FP8_INPUTS | {"strategy": "channel"}},
+            "input_activations.strategy: expected one of tensor, token, group, tensor_group, got 'channel'",
+        ),
+        (
+            {"weights": INT4, "input_activations": FP8_INPUTS | {"strategy": "token"}},
+            "input_activations.dynamic: expected true with strategy token, got false",
+        ),
+        (
+            {"weights": INT4, "input_activations": FP8_INPUTS | {"strategy": "tensor", "dynamic": "local"}},
+            "input_activations.dynamic: expected false or true with strategy tensor, got local",
+        ),
+        (
+            {"weights": NVFP4, "input_activations": NVFP4 | {"dynamic": "local", "group_size": 32}},
+            "input_activations.scale_dtype: expected the numbers of NVFP4 .*, got num_bits 4, .*group_size 32",
+        ),
+        ({"weights": INT4 | {"scale_dtype": "uint8"}}, "weights.scale_dtype: expected the numbers of NVFP4"),
+        ({"weights": NVFP4 | {"strategy": "group"}}, "weights.scale_dtype: expected the numbers of NVFP4"),
+        ({"weights": NVFP4 | {"scale_dtype": None}}, "weights.scale_dtype: expected the numbers of NVFP4"),
+        ({"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}, "weights.scale_dtype: expected the num"),
+        (
+            {"weights": {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False}},
+            "weights.symmetric: expected true with strategy tensor, whose values would share a zero-point",
+        ),
+        (
+            {"weights": {"num_bits": 8, "type": "int", "strategy": "block", "symmetric": False, **BLOCKS}},
+            "weights.symmetric: expected true with strategy block",
         ),
         ({"scheme": "W4A16", "damping_fraction": 0.1}, "damping_fraction: gptq alone has it, got algorithm rtn"),
         ({"scheme": "W4A16", "num_grid_points": 9}, "num_grid_points: awq alone has it, got algorithm rtn"),

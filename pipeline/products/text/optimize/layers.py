@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import detect_format, layer_shapes, name_layer, read_config, tied_head
+from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
+from pipeline.products.text.layer_names import find_attention, name_layer
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
 
 _GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
-_KEYS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt")
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -64,7 +65,7 @@ def count_output_bytes(folder: Path, step: QuantizeStep) -> int:
 
 
 def check_source(folder: Path) -> None:
-    """Refuse a checkpoint that is already quantised, or that mixes experts."""
+    """Refuse a checkpoint that is already quantised, that mixes experts, or that has no linear layers of torch."""
     config, tensors = read_config(folder), read_tensors(folder)
     weight_format = detect_format(folder, config, tensors)
     if weight_format != "dense":
@@ -77,6 +78,13 @@ def check_source(folder: Path) -> None:
             f"{folder}: expected a model without experts, got model type {config['model_type']!r} with {experts}: "
             "experts can't be quantised here; serve and compare it with `steps: []`, or bring a folder that "
             "llm-compressor has quantised"
+        )
+
+    if config["model_type"] in _CONV1D_MODELS:
+        raise QuantizationError(
+            f"{folder}: expected linear layers, got model type {config['model_type']!r}, whose layers are of "
+            "transformers' Conv1D (c_attn, c_proj, c_fc), which llm-compressor does not quantise; serve and compare it "
+            "with `steps: []`"
         )
 
 
@@ -105,59 +113,52 @@ def plan_layers(
             for.
     """
     excluded = match_patterns(shapes, step.exclude)
-    asked = {name: shape for name, shape in shapes.items() if name not in excluded}
+    asked = {} if step.is_cache_alone else {name: shape for name, shape in shapes.items() if name not in excluded}
     plan = LayerPlan(
         asked=asked,
-        excluded={name: shape for name, shape in shapes.items() if name in excluded},
-        schemes=_choose_schemes(asked, step, excluded),
-        cached=_find_attention(shapes) if step.kv_cache else (),
+        excluded={name: shape for name, shape in shapes.items() if name not in asked},
+        schemes=_choose_schemes(asked, step, excluded) if asked else {},
+        cached=_find_caches(shapes) if step.kv_cache else (),
         cache=step.kv_cache.resolve() if step.kv_cache else None,
     )
-    if not plan.asked:
+    if not plan.asked and not step.is_cache_alone:
         raise QuantizationError(f"exclude: {step.exclude!r} leaves none of {len(shapes)} linear layers to quantise")
     if tied_head in plan.asked:
         raise QuantizationError(
             f"exclude: {tied_head!r} shares its weights with the embedding, which stays as it is; add it to `exclude`"
         )
-    _check_zero_points(plan)
     _check_widths(plan)
     _check_fused_groups(plan)
     return plan
 
 
-def _check_zero_points(plan: LayerPlan) -> None:
-    """Refuse a zero-point that a layer as a whole would share: no storage of the library has one."""
-    for layer, scheme in plan.schemes.items():
-        weights = scheme.weights
-        if weights.strategy == "tensor" and not weights.symmetric:
-            raise QuantizationError(
-                f"weights.symmetric: expected true with strategy tensor, got false for {layer!r}; set it, or strategy "
-                "channel or group"
-            )
-
-
-def _find_attention(layers: Iterable[str]) -> tuple[str, ...]:
-    """Return the layers that keep keys and values: llm-compressor knows them by a projection to these."""
-    parents = dict.fromkeys(parent for parent, _, last in (n.rpartition(".") for n in layers) if last in _KEYS)
-    if not parents:
+def _find_caches(layers: Iterable[str]) -> tuple[str, ...]:
+    found = find_attention(layers)
+    if not found:
         raise QuantizationError(
-            f"kv_cache: expected attention layers with {', '.join(_KEYS)}, found none; this model has no cache that "
-            "llm-compressor can quantise: remove kv_cache"
+            "kv_cache: expected attention layers with a projection to keys and values, found none; this model has no "
+            "cache that llm-compressor can quantise: remove kv_cache"
         )
-    return tuple(parents)
+    return found
 
 
 def _choose_schemes(asked: Iterable[str], step: QuantizeStep, excluded: set[str]) -> dict[str, Scheme]:
     """Return the scheme of each layer: of the first rule that matches it, else the step's own."""
-    schemes = dict.fromkeys(asked, step.resolve())
-    for i, rule in reversed(list(enumerate(step.rules))):
+    schemes, ruled = dict.fromkeys(asked, step.resolve()), set[str]()
+    for i, rule in enumerate(step.rules):
         matched = match_patterns([*schemes, *excluded], rule.layers, key=f"rules.{i}.layers")
         if both := matched & excluded:
             raise QuantizationError(
                 f"rules.{i}.layers: expected layers that are quantised, got {min(both)!r}, which `exclude` names; "
                 "remove it from one of both"
             )
-        schemes |= dict.fromkeys(matched, rule.resolve())
+        if matched <= ruled:
+            raise QuantizationError(
+                f"rules.{i}.layers: expected a layer that no earlier rule matches, as the first one counts, got "
+                f"{rule.layers!r}; put it before them, or remove it"
+            )
+        schemes |= dict.fromkeys(matched - ruled, rule.resolve())
+        ruled |= matched
     return schemes
 
 
@@ -227,13 +228,15 @@ def _check_widths(plan: LayerPlan) -> None:
             f"scheme: blocks of {blocks[0]} x {blocks[1]} do not divide {len(wrong)} layers: {shown}{more}; "
             "exclude them, or give them another scheme by a rule"
         )
-    sizes = () if scheme.weights.scale_dtype else _GROUP_SIZES
+    key, size, inputs = "group_size", scheme.weights.group_size, scheme.input_activations
+    if inputs and (not size or all(width % size == 0 for _, width in wrong.values())):
+        key, size = "input_activations.group_size", inputs.group_size
+    sizes = _GROUP_SIZES if key == "group_size" and not scheme.weights.scale_dtype else ()
     fits = [g for g in sizes if all(shape[1] % g == 0 for shape in plan.asked.values())]
     offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
     shown = ", ".join(f"{name} ({width})" for name, (_, width) in list(wrong.items())[:3])
     raise QuantizationError(
-        f"group_size: {scheme.weights.group_size} does not divide the input features of {len(wrong)} layers: "
-        f"{shown}{more}; {offer}"
+        f"{key}: {size} does not divide the input features of {len(wrong)} layers: {shown}{more}; {offer}"
     )
 
 

@@ -1,8 +1,9 @@
 """The only importer of llm-compressor: runs one of its recipes on a model and reports each layer.
 
-It neutralises four things of the library. One line a layer replaces its log and progress bars. Its log level
+It neutralises five things of the library. One line a layer replaces its log and progress bars. Its log level
 METRIC sits above WARNING. Pinned memory crashes AWQ on machines without an accelerator. On a GPU it rounds as many
-layers together as the free memory holds, so that results would depend on it.
+layers together as the free memory holds, so that results would depend on it. It rounds norms that are stored as a
+distance from one, which no recipe asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import llmcompressor.modifiers.gptq.base as gptq_module
 import torch
 from compressed_tensors.distributed import is_distributed
 from llmcompressor import oneshot
-from llmcompressor.core import reset_session
+from llmcompressor.core import State, reset_session
+from llmcompressor.modeling.offset_norm import NormCalibrationModule, norm_calibration_context
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
@@ -35,13 +37,16 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from loguru import logger
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
+from pipeline.errors import QuantizationError
 from pipeline.products.text.checkpoints import hide_progress_bars
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 
+_LIBRARY = sys.modules[oneshot.__module__]  # whose function hides the module of its name
 MAX_SHARD = "1GB"
+_PROBE_TOKENS = 8  # that show which layers a norm feeds
 ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
 
 
@@ -55,8 +60,24 @@ def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequen
     if batches:
         loader = torch.utils.data.DataLoader(batches, batch_size=None)
         data = {"dataset": loader, "num_calibration_samples": len(batches)}
-    with quiet_library():
+    with quiet_library(), patch.object(_LIBRARY, "norm_calibration_context", _keep_norms):
         oneshot(model=model, tokenizer=tokenizer, recipe=recipe, **data)
+
+
+@contextlib.contextmanager
+def _keep_norms(model: Any) -> Iterator[None]:
+    """Have norms that are stored as a distance from one changed as the library does, and those that nothing moved not.
+
+    It adds one in the type of the weights and takes it off again, which rounds each to that type's steps at one.
+    """
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.ndim == 1}
+    with norm_calibration_context(model):
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, NormCalibrationModule)}
+        added = {name: norm.weight.detach().clone() for name, norm in norms.items()}
+        yield
+        kept = [name for name, norm in norms.items() if norm.weight.equal(added[name])]
+    for name in kept:
+        model.get_submodule(name).weight.data = before[f"{name}.weight"]
 
 
 def save_compressed(model: Any, folder: Any) -> None:
@@ -151,6 +172,7 @@ def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
             useful = [m for m in self._resolved_mappings if all(name in plan.asked for name in m.balance_names)]
             self._resolved_mappings: list[Any] = useful
             log.total = len(useful)
+            _check_paths(model, [(m.smooth_name, m.smooth_layer, m.balance_layers) for m in useful])
 
         def _compute_best_scale(self, mapping: Any, *args: Any) -> Any:
             scales = super()._compute_best_scale(mapping, *args)
@@ -163,7 +185,18 @@ def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
 
 def _build_smoothing(strength: float, log: StepLog, names: dict[Any, str]) -> Any:
     class ReportingSmoothQuant(SmoothQuantModifier):
-        """Reports the scales that it moves."""
+        """Reports the scales that it moves, and refuses a model without any to move."""
+
+        def on_initialize(self, state: State, **kwargs: Any) -> bool:
+            is_ready = super().on_initialize(state, **kwargs)
+            if not self.resolved_mappings_:
+                raise QuantizationError(
+                    f"smoothing_strength: expected norms that llm-compressor knows before linear layers, found none in "
+                    f"{type(state.model).__name__}: nothing would be smoothed; remove it"
+                )
+            moves = [(m.smooth_name, m.smooth_layer, m.balance_layers) for m in self.resolved_mappings_]
+            _check_paths(state.model, moves)
+            return is_ready
 
         def _calculate_smoothing_scales(self, balance_layers: list[Any], activation_scales: Any) -> Any:
             scales = super()._calculate_smoothing_scales(balance_layers, activation_scales)
@@ -173,6 +206,43 @@ def _build_smoothing(strength: float, log: StepLog, names: dict[Any, str]) -> An
             return scales
 
     return ReportingSmoothQuant(smoothing_strength=strength)
+
+
+def _check_paths(model: Any, moves: Sequence[tuple[str, Any, Sequence[Any]]]) -> None:
+    """Refuse scales that would be taken from a norm and given to layers that it does not feed: answers would change.
+
+    The library goes by names, and for a model that it does not know by Llama's. Gemma 2 has norms of these names
+    elsewhere. Only norms are looked at: from one layer to the next there is attention or a gate, which scales pass.
+
+    Args:
+        model: before anything is moved.
+        moves: name and module of what is divided, and the layers that are multiplied.
+
+    Raises:
+        QuantizationError: names the first such norm and layer.
+    """
+    if is_distributed():  # weights are elsewhere, and the stage has loaded the model of one process
+        return
+    seen: dict[Any, torch.Tensor] = {}
+    norms = [move for move in moves if move[1].weight.ndim == 1]
+    with contextlib.ExitStack() as stack:
+        for _, norm, layers in norms:
+            stack.enter_context(norm.register_forward_hook(lambda module, _, output: seen.update({module: output})))
+            for layer in layers:
+                stack.enter_context(
+                    layer.register_forward_pre_hook(lambda module, args: seen.update({module: args[0]}))
+                )
+        with torch.no_grad():
+            model(input_ids=torch.arange(_PROBE_TOKENS, device=model.device)[None], use_cache=False)
+    for name, norm, layers in norms:
+        for layer in layers:
+            if norm not in seen or layer not in seen or not seen[norm].equal(seen[layer]):
+                fed = next(found for found, module in model.named_modules() if module is layer)
+                raise QuantizationError(
+                    f"llm-compressor would move scales from {name} to {fed}, which it does not feed in "
+                    f"{type(model).__name__}: answers would change; use algorithm gptq or rtn, without "
+                    "smoothing_strength"
+                )
 
 
 def forget_model() -> None:

@@ -74,14 +74,18 @@ class StepLog:
         self._columns = self._columns or other["columns"]
         self._rows = self._rows or other["rows"]
 
+    def is_moved(self, layer: str) -> bool:
+        """Whether scales were moved into or out of a layer, or a norm."""
+        return layer in self._columns or layer in self._rows
+
     def scale_as_moved(self, layer: str, weight: Any) -> Any:
-        """Return a layer's weight, (out, in), as it was before it was rounded; itself where no scale was moved."""
+        """Return a weight, (out, in), or a norm or bias, (out,), with the scales that were moved; itself if none."""
         import torch
 
         columns, rows = self._columns.get(layer, []), self._rows.get(layer, [])
         moved = weight.to(torch.float32, copy=True) if columns or rows else weight
-        for scales in columns:
+        for scales in columns if weight.ndim > 1 else ():
             moved *= scales.to(weight.device).view(1, -1)
         for scales in rows:
-            moved[-len(scales) :] /= scales.to(weight.device).view(-1, 1)
+            moved[-len(scales) :] /= scales.to(weight.device).view(-1, *[1] * (weight.ndim - 1))
         return moved

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import QuantizationError
+from pipeline.errors import QuantgateError, QuantizationError
 from pipeline.evalsets.cards import Evalset
 from pipeline.products.text.checkpoints import (
     embedding_rows,
@@ -27,6 +27,7 @@ from pipeline.products.text.checkpoints import (
 )
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
+from pipeline.products.text.optimize.kept_tensors import check_kept
 from pipeline.products.text.optimize.layers import LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.ranges import check_ranges
@@ -126,6 +127,7 @@ def _check_output(
     device = _choose_device(folder)
     with log.phases.measure("check the weights"):
         check_reconstruction(folder, source=source, step=step, plan=plan, log=log, device=device)
+        check_kept(folder, source=source, plan=plan, log=log)
         check_ranges(folder, plan=plan, log=log)
         check_finite(iterate_weights(folder), where=folder)
     if step.algorithm != "rtn":
@@ -183,7 +185,9 @@ def _run(
                 run_recipe(model, tokenizer, build_recipe(step, plan, log, model=model), samples=samples)
             with log.phases.measure("save"):
                 save_compressed(model, destination)
-    except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+    except QuantgateError:
+        raise
+    except Exception as error:  # a model that the library knows in part fails in any way
         message = " ".join(str(error).split())[:300]
         raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
     (destination / "recipe.yaml").unlink(missing_ok=True)

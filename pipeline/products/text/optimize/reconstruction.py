@@ -20,8 +20,7 @@ that shares a scale must reach at least two thirds as far as the format does. fl
 library then takes 0.001, which makes every weight zero. Scales of eight bits may be as coarse by their own format.
 
 Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
-scale that is wrong by a tenth or less, nor are tensors that are not quantised, such as norms. `ranges.py` has scales
-of inputs.
+scale that is wrong by a tenth or less. `kept_tensors.py` has what is not quantised, and `ranges.py` scales of inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import name_layer, read_config
+from pipeline.products.text.checkpoints import read_config
+from pipeline.products.text.layer_names import name_layer
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
@@ -202,8 +202,11 @@ def _count_reach(numbers: NumberFormat) -> float:
 
 
 def _count_steps(weights: NumberFormat) -> int:
-    """Return how many steps a value may be from zero, which is how often an error of its scale counts."""
-    return 2**weights.num_bits if weights.type == "int" else 2 ** (_FLOATS[weights.num_bits].mantissa_bits + 1)
+    """Return how many steps a value may be from zero, which is how often an error of its scale counts.
+
+    From a zero-point it may be twice as far, and dividing and adding err by half of a type's precision each.
+    """
+    return 2 ** (weights.num_bits - 1 if weights.type == "int" else _FLOATS[weights.num_bits].mantissa_bits + 1)
 
 
 def _read_precision(scale: Any) -> float:
