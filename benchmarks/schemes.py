@@ -1,9 +1,9 @@
 """What does each scheme of numbers cost a checkpoint? Bytes a weight, loss on held-out texts, seconds to make.
 
-Quantises a checkpoint by each preset of `kind: quantize`, rounding to nearest, and by FP8_DYNAMIC with a cache of 8-bit
-floats, with all checks of the step. It scores documents with plain transformers: negative log-likelihood in nats a
-token. FP4 and MXFP8 are scored in bfloat16, beside the reference in bfloat16; the others in float32. The
-first row has the library's import in its seconds. One look without an interval: the gate's evals decide.
+Quantises a checkpoint by each preset of `kind: quantize`, rounding to nearest, and a cache of 8-bit floats with
+FP8_DYNAMIC and alone, with all checks of the step. It scores documents with plain transformers: negative
+log-likelihood in nats a token. FP4 and MXFP8 are scored in bfloat16, beside the reference in bfloat16; the others in
+float32. The first row has the library's import in its seconds. One look without an interval: the gate's evals decide.
 
     python -m benchmarks.schemes [--checkpoint models/agent] [--documents evalsets/prose] [--num-documents 40]
         [--tokens 200] [--schemes NAME ...]
@@ -29,7 +29,7 @@ from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
 
 TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=64, max_tokens=256, length_exponent=0.0)
-CACHES = {f"FP8_DYNAMIC+kv_{strategy}": strategy for strategy in ("tensor", "attn_head", "token")}
+CACHES = {f"{scheme}kv_{way}": way for scheme in ("FP8_DYNAMIC+", "") for way in ("tensor", "attn_head", "token")}
 NAMES = (*PRESETS, *CACHES)
 WRITERS = ["re:.*o_proj", "re:.*down_proj"]  # layers that write to the residual stream
 MIXES: dict[str, dict[str, Any]] = {  # `make` alone knows them
@@ -58,18 +58,20 @@ def main() -> None:
             made = Path(folder) / "made"
             start = time.process_time()
             num_bytes, num_weights = make(arguments.checkpoint, made, name)
+            size = f"{num_bytes / num_weights:.3f}" if num_weights else "as they are"
             seconds = time.process_time() - start
             dtype = "bfloat16" if name in PRESETS and PRESETS[name].weights.scale_dtype else "float32"
             loss = score(made, documents, dtype) - reference[dtype]
-        print(f"| {name} | {num_bytes / num_weights:.3f} | {loss:+.4f} | {seconds:.1f} |", flush=True)
+        print(f"| {name} | {size} | {loss:+.4f} | {seconds:.1f} |", flush=True)
 
 
 def make(source: Path, target: Path, name: str) -> tuple[int, int]:
     """Quantise a checkpoint; return the bytes of its quantised layers, and how many weights they have."""
-    mix = MIXES.get(name) or {"scheme": name.partition("+")[0]}
-    scheme = mix["scheme"]
+    scheme = None if name.startswith("kv_") else name.partition("+")[0]
+    mix = MIXES.get(name) or {"scheme": scheme}
     cache = KvCache.model_validate({"dtype": "fp8", "strategy": CACHES[name]}) if name in CACHES else None
-    needs_texts = PRESETS[scheme].needs_calibration or (cache is not None and not cache.resolve().dynamic)
+    is_stored = scheme in PRESETS and PRESETS[scheme].needs_calibration
+    needs_texts = is_stored or (cache is not None and not cache.resolve().dynamic)
     calibration = CALIBRATION if needs_texts else None
     step = QuantizeStep.model_validate({"kind": "quantize", "kv_cache": cache, "calibration": calibration, **mix})
     result = quantize(source, target, step=step, calibration_set=load_evalset(TEXTS))

@@ -105,8 +105,8 @@ class TextKind:
 
         candidate = build_candidate(name, product, root=root, build=build)
         checkpoint = candidate.checkpoint
-        num_quantised = sum(layer.asked for layer in candidate.coverage)
-        done = f"{num_quantised} layers quantised, {len(candidate.fallbacks)} fallbacks" if num_quantised else "as it came"
+        num_made = sum(layer.asked for layer in candidate.coverage)
+        done = f"{num_made} layers quantised, {len(candidate.fallbacks)} fallbacks" if num_made else "as it came"
         return (
             f"{checkpoint.format} {checkpoint.dtype}, {checkpoint.num_parameters / 1e6:.2f} M parameters in "
             f"{checkpoint.num_bytes / 1e6:.2f} MB, {done}"
