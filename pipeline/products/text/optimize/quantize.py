@@ -188,8 +188,12 @@ def _run(
     except QuantgateError:
         raise
     except Exception as error:  # a model that the library knows in part fails in any way
-        message = " ".join(str(error).split())[:300]
-        raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
+        message = " ".join(str(error).split()).rstrip(".")[:300]
+        hint = "; use algorithm gptq or rtn, without smoothing_strength, where it does not know a model's layers"
+        moves_scales = step.algorithm == "awq" or step.smoothing_strength is not None
+        raise QuantizationError(
+            f"llm-compressor failed: {type(error).__name__}: {message}{hint if moves_scales else ''}"
+        ) from error
     (destination / "recipe.yaml").unlink(missing_ok=True)
 
 
