@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
 from pipeline.products.inputs import digest_inputs
-from pipeline.products.params import load_params
+from pipeline.products.params import list_texts, load_params
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
 from pipeline.running.made_files import make_missing
@@ -18,8 +18,10 @@ from stages.cli import run_stage
 
 def main(argv: list[str]) -> int:
     """Write what the stages depend on to build/env, one JSON file each; print what the user should know on stderr."""
-    make_missing(Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr))
     params, machine = load_params(), read_machine()
+    make_missing(
+        Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr), named_in=list_texts(params)
+    )
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     for product in params.products.values():
         warnings += KINDS[product.kind].check(product, Path(), machine)

@@ -112,6 +112,18 @@ def choose_product(params: Params, name: str | None, *, kind: type[P]) -> P:
     return get_product(params, name or names[0], kind=kind)
 
 
+def list_texts(params: Params) -> set[str]:
+    """Return all texts of the products' settings, at any depth: paths are among them."""
+    texts, open_values = set[str](), [product.model_dump(mode="json") for product in params.products.values()]
+    while open_values:
+        value: Any = open_values.pop()
+        if isinstance(value, str):
+            texts.add(value)
+        elif isinstance(value, dict | list):
+            open_values += value.values() if isinstance(value, dict) else value
+    return texts
+
+
 def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
     """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
 

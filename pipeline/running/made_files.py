@@ -2,7 +2,7 @@
 
 `models/made.yaml` and `evalsets/made.yaml` say for each such folder which script makes it and what digests its files
 must have. Stage `env`, `scripts/check_settings.py` and the tests make what is missing before they look at a checkpoint
-or a picture. By hand:
+or a picture: the first two what params.yaml names, the tests all. By hand, all:
 
     python -m pipeline.running.made_files
 
@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -75,17 +75,22 @@ class MadeFolder:
         return [name for name in self.files if not (self.path / name).is_file()]
 
 
-def make_missing(root: Path, note: Callable[[str], None] | None = None) -> None:
+def make_missing(
+    root: Path, note: Callable[[str], None] | None = None, *, named_in: Collection[str] | None = None
+) -> None:
     """Make the files that are missing, and check once those that are there.
 
     Args:
         root: of the project; one without lists has nothing to make.
         note: is called with a line before a script runs, as that takes seconds.
+        named_in: texts, of which some are paths from the root; other folders than these are left. None: all.
 
     Raises:
         QuantgateError: a script failed, or a file has another digest than its list says.
     """
     folders = list(read_folders(root))
+    if named_in is not None:
+        folders = _choose_named(folders, named_in, root)
     if not _list_open(folders, root):
         return
     (root / _LOCK).parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +101,16 @@ def make_missing(root: Path, note: Callable[[str], None] | None = None) -> None:
             _check(folder, folder.path, "of the file that is there; delete it, and run this again to make it anew")
             checked = _read_checked(root) | {_name(folder, root): digest_json(folder.files)}
             write_text(root / _CHECKED, json.dumps(checked, indent=2) + "\n")
+
+
+def _choose_named(folders: Sequence[MadeFolder], texts: Collection[str], root: Path) -> list[MadeFolder]:
+    """Return the folders that are named, and those that they are made from."""
+    named, chosen = {os.path.normpath(text) for text in texts if text}, []
+    for folder in reversed(folders):  # one that another is made from comes before it
+        if _name(folder, root) in named:
+            chosen.append(folder)
+            named |= {os.path.normpath(text) for text in folder.recipe.arguments if text}
+    return chosen[::-1]
 
 
 def list_made_files(root: Path) -> list[Path]:
@@ -169,7 +184,7 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
     making.mkdir(parents=True, exist_ok=True)
     try:
         # a name of its own: the script of a process that was killed may still write
-        out = Path(tempfile.mkdtemp(dir=making)) / folder.path.name
+        out = making / Path(tempfile.mkdtemp(dir=making)).name / folder.path.name  # absolute from Python 3.12 on
         arguments = [*folder.recipe.arguments, "--out", str(out.relative_to(root))]
         command = [sys.executable, "-m", folder.recipe.module, *arguments]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

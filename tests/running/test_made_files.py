@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -91,6 +92,33 @@ def test_what_is_missing_is_made_and_nothing_else_is_touched(root: Path) -> None
     (root / "models/tree/one.bin").unlink()
     make_missing(root)
     assert read_tree(root) == MADE and count_runs(root) == 2
+
+
+def test_a_relative_root_is_as_good_where_temporary_folders_are_named_in_full(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from Python 3.12 on, where stage env ended in a traceback."""
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **where: os.path.abspath(make(**where)))
+    monkeypatch.chdir(root)
+    make_missing(Path())
+    assert read_tree(root) == MADE
+
+
+def test_folders_that_nobody_names_are_left_and_what_one_is_made_from_is_made(root: Path) -> None:
+    """Pictures of products that params.yaml does not have took a minute of a GPU machine."""
+    content = (root / "models/made.yaml").read_text().replace("[--word, oak]", "[--word, oak, --source, models/tree]")
+    (root / "models/made.yaml").write_text(
+        (root / "models/made.yaml").read_text() + content.replace("tree:", "leaf:", 1)
+    )
+    (root / "models/leaf").mkdir()
+    (root / "grow.py").write_text(SCRIPT.replace('sys.argv[3] == "--out"', "True").replace("argv[4]", "argv[-1]"))
+    make_missing(root, named_in={"evalsets/other", "models", ""})
+    assert count_runs(root) == 0
+    make_missing(root, named_in={"./models/leaf/"})
+    assert (
+        count_runs(root) == 2 and (root / "models/leaf/one.bin").is_file() and (root / "models/tree/one.bin").is_file()
+    )
 
 
 def test_what_is_there_is_only_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

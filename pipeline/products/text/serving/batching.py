@@ -56,8 +56,7 @@ def plan_batching(
     config = model.config.get_text_config()
     if not serving.continuous_batching:
         return Batching(model.config._attn_implementation, None, count_forward_tokens(device.kind, config.vocab_size))
-    # which expert gets how many tokens may be read back from the GPU, which no graph can hold
-    usual = {"use_cuda_graph": False} if any(getattr(config, name, None) for name in _EXPERTS) else {}
+    usual = {"use_cuda_graph": False} if _leaves_the_gpu(model) else {}
     sizes = choose_sizes(
         device,
         read_cache_facts(config, model.dtype.itemsize),
@@ -68,6 +67,18 @@ def plan_batching(
     )
     attention = choose_attention(model)
     return Batching(attention, build_batching_config(sizes, attention, serving.concurrency), sizes.max_forward_tokens)
+
+
+def _leaves_the_gpu(model: Any) -> bool:
+    """Whether a forward pass needs the CPU half way, which no graph can hold.
+
+    Which expert gets how many tokens may be read back. Where inputs, keys or values are imitated in few bits,
+    compressed-tensors copies numbers there in each pass.
+    """
+    config = model.config.get_text_config()
+    schemes = (getattr(module, "quantization_scheme", None) for module in model.modules())
+    has_experts = any(getattr(config, name, None) for name in _EXPERTS)
+    return has_experts or any(scheme is not None and scheme.input_activations is not None for scheme in schemes)
 
 
 def choose_attention(model: Any) -> str:

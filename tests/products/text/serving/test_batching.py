@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers import LlamaConfig, MixtralConfig
 
 from pipeline.products.text.serving import varlen_attention
@@ -22,6 +23,7 @@ def plan(
     kind: str,
     *,
     config: Any = None,
+    scheme: Any = None,
     has_kernel: bool = True,
     gib: float = 40,
     is_batched: bool = True,
@@ -29,7 +31,9 @@ def plan(
 ) -> Batching:
     monkeypatch.setattr(varlen_attention, "supports", lambda model: has_kernel)
     config = config or LlamaConfig(attn_implementation="sdpa")
-    model = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(kind))
+    layer = SimpleNamespace(quantization_scheme=scheme) if scheme else SimpleNamespace()
+    facts = {"config": config, "dtype": torch.bfloat16, "device": torch.device(kind)}
+    model = SimpleNamespace(modules=lambda: [SimpleNamespace(), layer], **facts)
     serving = ServingConfig(concurrency=8, continuous_batching=is_batched, options=asked)
     return plan_batching(model, serving, DeviceFacts(kind, int(gib * GIB)))
 
@@ -53,6 +57,19 @@ def test_a_mixture_of_experts_replays_no_graph_unless_it_is_asked_to(monkeypatch
     mixture = MixtralConfig(attn_implementation="sdpa")
     assert not plan(monkeypatch, "cuda", config=mixture).config.use_cuda_graph
     assert plan(monkeypatch, "cuda", config=mixture, use_cuda_graph=True).config.use_cuda_graph
+
+
+@pytest.mark.parametrize("part", ["weights", "inputs", "cache"])
+def test_inputs_that_are_imitated_replay_no_graph(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """compressed-tensors copies numbers to the GPU in each pass: every server of W8A8 ended on its first request."""
+    numbers = QuantizationArgs(num_bits=8)
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=None if part == "cache" else numbers,
+        input_activations=None if part == "weights" else numbers,
+    )
+    assert plan(monkeypatch, "cuda", scheme=scheme).config.use_cuda_graph == (part == "weights")
+    assert plan(monkeypatch, "cuda", scheme=scheme, use_cuda_graph=True).config.use_cuda_graph
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -1,0 +1,41 @@
+"""Write the records that `make demo` judges, from a finished run of the shipped agent.
+
+    python -m examples.first_verdict
+
+A table for each eval and side: a case's name, its cluster, its buckets and its score. The reference is the agent as it
+came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic texts.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.records.evaluations import CaseRecord, read_cases
+
+BUILD = Path("build/agent/evaluations")
+HERE = Path(__file__).parent
+SIDES = ("reference", "gptq-short")
+SCORES = {"choices": "accuracy", "workflows": "completed"}  # of each eval: the score that is kept
+
+
+def main() -> None:
+    """Write a folder for each side."""
+    for side in SIDES:
+        (HERE / side).mkdir(exist_ok=True)
+        for name, score in SCORES.items():
+            write_table(HERE / side / f"{name}.csv", read_cases(BUILD / side / f"{name}.jsonl"), score)
+
+
+def write_table(path: Path, records: Sequence[CaseRecord], score: str) -> None:
+    """Write a case a line; whole numbers without a point, as most are 0 or 1."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["case_id", "cluster", "buckets", score])
+        for record in records:
+            writer.writerow([record.case_id, record.cluster, ";".join(record.buckets), f"{record.scores[score]:g}"])
+
+
+if __name__ == "__main__":
+    main()
