@@ -64,6 +64,21 @@ def replace_folder(folder: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def share_files(folder: Path) -> None:
+    """Let others read the files of a folder as they may any new one: some libraries keep theirs for their own user.
+
+    A link is left, as what it leads to is somebody else's.
+    """
+    new = folder / ".new"
+    new.touch()
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            path.chmod(mode)
+
+
 def check_size(num_bytes: int, where: str) -> None:
     """Refuse what is larger than the limit, before it is read or unpacked.
 

@@ -20,7 +20,7 @@ from pipeline.products.images.serving import sample_plainly, serve
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.steps import STEPS
 from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate, LayerCoverage
-from pipeline.records.files import replace_folder
+from pipeline.records.files import replace_folder, share_files
 from pipeline.records.record_files import write_record
 from pipeline.records.serving import PipelineServing
 from pipeline.running.gpu_failures import explain_gpu_failure
@@ -53,6 +53,7 @@ def build_image_candidate(name: str, product: ImagesProduct, *, root: Path, buil
     try:
         built = _build(name, product, working, target, root=root)
         write_record(working / "candidate.json", built)
+        share_files(working)
         replace_folder(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)

@@ -34,7 +34,7 @@ from pipeline.products.vision.settings import (
     VisionProduct,
 )
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint, Fallback, LayerCoverage, NetworkCandidate
-from pipeline.records.files import replace_folder
+from pipeline.records.files import replace_folder, share_files
 from pipeline.records.record_files import write_record
 from pipeline.running.weight_files import check_finite, iterate_weights
 
@@ -61,6 +61,7 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
     try:
         built = _build(name, product, root, working, target)
         write_record(working / "candidate.json", built)
+        share_files(working)
         replace_folder(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)

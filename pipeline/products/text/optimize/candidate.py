@@ -22,7 +22,7 @@ from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep
 from pipeline.records.digests import digest_files
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
-from pipeline.records.files import replace_folder
+from pipeline.records.files import replace_folder, share_files
 from pipeline.records.record_files import write_record
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.phases import Phases, format_phases
@@ -56,6 +56,7 @@ def build_candidate(name: str, product: TextProduct, *, root: Path, build: Path)
         working.mkdir(parents=True)
         candidate = _build(name, product, working, target, root=root)
         write_record(working / "candidate.json", candidate)
+        share_files(working)
         replace_folder(working, target)
     except OSError as error:
         raise CheckpointError(f"{target}: can't be written: {error}; free some space or correct the rights") from error
