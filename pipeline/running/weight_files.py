@@ -45,6 +45,9 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
         CheckpointError: pickle weights only, no weights, both a whole file and an index, or a damaged or missing file.
     """
     if (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        whole = read_header(folder / WEIGHTS_FILE)
+        if _read_weight_map(folder / INDEX_FILE) == dict.fromkeys(whole, WEIGHTS_FILE):  # as some tools write it
+            return whole
         raise CheckpointError(
             f"{folder}: expected {WEIGHTS_FILE} or {INDEX_FILE}, found both, and engines differ in which one they "
             "load; remove one with its files"
@@ -154,14 +157,9 @@ def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:
 
 def read_shards(path: Path) -> dict[str, TensorInfo]:
     """Read the headers of the shards that an index names, and check them against it."""
-    folder = path.parent
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: expected JSON with a `weight_map`; copy the file again") from None
+    folder, weight_map = path.parent, _read_weight_map(path)
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointError(f"{path}: names the shard {file!r}, which is not in the folder; copy it again")
         header = read_header(folder / file)
@@ -175,3 +173,12 @@ def read_shards(path: Path) -> dict[str, TensorInfo]:
         if name not in tensors or tensors[name].file != file:
             raise CheckpointError(f"{path}: expected tensor {name!r} in {file!r}, it is not there; copy both again")
     return tensors
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index has it."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: expected JSON with a `weight_map`; copy the file again") from None

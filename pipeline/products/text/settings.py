@@ -130,8 +130,8 @@ class QuantizeStep(WeightStep, NumberFormats):
     @property
     def is_cache_alone(self) -> bool:
         """Whether weights and inputs stay as they are."""
-        named = (self.scheme, self.group_size, self.weights, self.input_activations, *self.rules)
-        return self.kv_cache is not None and not any(named)
+        others = (self.scheme, self.group_size, self.weights, self.input_activations, *self.rules)
+        return self.kv_cache is not None and all(other is None for other in others)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:

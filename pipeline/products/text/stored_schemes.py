@@ -48,8 +48,9 @@ def check_stored_schemes(path: Path, config: Mapping[str, Any], tensors: Mapping
     quantization = config["quantization_config"]
     groups = _read_groups(path, quantization)
     layers = _collect_layers(config, tensors)
-    if quantization.get("kv_cache_scheme") and not quantization.get("config_groups"):  # a cache alone
-        _check_cache(path, config, layers)
+    stored = any(group.get("weights") for group in (quantization.get("config_groups") or {}).values())
+    if not stored and (quantization.get("kv_cache_scheme") or quantization.get("config_groups")):
+        _check_cache(path, config, layers)  # only what attention keeps or reads is rounded
         return
     _check_floats(path, quantization, layers)
     if not any(mark in parts for parts in layers.values() for mark in _MARKS):
@@ -59,7 +60,7 @@ def check_stored_schemes(path: Path, config: Mapping[str, Any], tensors: Mapping
         for layer, parts in layers.items():
             group, is_like_others = groups.find(layer), layer.rpartition(".")[2] in quantised
             _check_group(path, layer, parts, group, is_like_others=is_like_others)
-            if group is not None and any(mark in parts for mark in _MARKS):
+            if group is not None and group.get("weights") and any(mark in parts for mark in _MARKS):
                 _check_parts(path, layer, parts, group, storage=group.get("format") or quantization.get("format"))
         _check_cache(path, config, layers)
 
@@ -116,7 +117,13 @@ def _check_group(
             f"({_format(_describe(parts))}); correct the groups, or copy both files from one source"
         )
     # routers and the like are no linear layers, and no name shows it: only one that others are like can be missing
-    if group is not None and not is_quantised and is_like_others and _is_float(parts.get("weight")):
+    if (
+        group is not None
+        and group.get("weights")
+        and not is_quantised
+        and is_like_others
+        and _is_float(parts.get("weight"))
+    ):
         raise CheckpointError(
             f"{path}: expected the layer {layer!r} quantised, as config_groups say and others of its name are, "
             f"found {_format(_describe(parts))}; name it in ignore, or copy both files from one source"

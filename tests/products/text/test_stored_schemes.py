@@ -184,6 +184,19 @@ def test_a_calibrated_cache_needs_its_scales(strategy: str) -> None:
     made.check()
 
 
+def test_attention_or_a_cache_alone_leaves_all_layers_dense() -> None:
+    made = Checkpoint(PRESETS["FP8_DYNAMIC"])
+    empty(made)
+    made.quantization["format"] = "dense"
+    made.quantization["config_groups"] = {"a": {"targets": ["LlamaAttention"], "input_activations": FP8_CACHE}}
+    made.check()
+    made.quantization |= {"config_groups": {}, "kv_cache_scheme": FP8_CACHE}
+    with pytest.raises(CheckpointError, match=r"kv_cache_scheme: expected .*k_scale .* found none"):
+        made.check()
+    made.parts |= KEYS
+    made.check()
+
+
 def test_formats_and_names_that_are_not_known_are_left_to_the_loader() -> None:
     made = Checkpoint(PRESETS["W4A16"])
     spread(made)
