@@ -59,8 +59,9 @@ def check_stored_schemes(path: Path, config: Mapping[str, Any], tensors: Mapping
         quantised = {layer.rpartition(".")[2] for layer, parts in layers.items() if any(m in parts for m in _MARKS)}
         for layer, parts in layers.items():
             group, is_like_others = groups.find(layer), layer.rpartition(".")[2] in quantised
+            group = group if group and group.get("weights") else None
             _check_group(path, layer, parts, group, is_like_others=is_like_others)
-            if group is not None and group.get("weights") and any(mark in parts for mark in _MARKS):
+            if group is not None and any(mark in parts for mark in _MARKS):
                 _check_parts(path, layer, parts, group, storage=group.get("format") or quantization.get("format"))
         _check_cache(path, config, layers)
 
