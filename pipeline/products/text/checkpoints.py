@@ -385,7 +385,11 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
     groups, total = StoredGroups(config.get("quantization_config") or {}), 0
     for name, info in tensors.items():
         if name.endswith(_PACKED):
-            total += info.num_bytes * 8 // groups.find_bits(name.rpartition(".")[0])
+            layer = name.rpartition(".")[0]
+            scale, size = tensors.get(f"{layer}.weight_scale"), groups.find_size(layer)
+            # the last word of a row may be filled up, which scales of groups have not
+            is_exact = scale is not None and size is not None and len(scale.shape) == 2
+            total += scale.num_elements * size if is_exact else info.num_bytes * 8 // groups.find_bits(layer)
         elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
             total += info.num_elements
     return total

@@ -122,18 +122,29 @@ class Scheme(Settings):
             return "float-quantized" if self.input_activations else "naive-quantized"
         return "int-quantized" if self.input_activations else "pack-quantized"
 
-    def list_parts(self, shape: tuple[int, int], *, float_type: str = "BF16") -> dict[str, Part]:
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """All formats of config.json that can hold these weights, the one that llm-compressor chooses first."""
+        if self.weights.scale_dtype:
+            return (self.storage,)
+        others = ("pack-quantized", "int-quantized") if self.weights.type == "int" else ("float-quantized",)
+        return tuple(dict.fromkeys((self.storage, *others, "naive-quantized")))
+
+    def list_parts(
+        self, shape: tuple[int, int], *, float_type: str = "BF16", storage: str | None = None
+    ) -> dict[str, Part]:
         """Return what is stored of a layer of shape (out, in): type and shape of each tensor.
 
         Args:
             shape: of the weight.
             float_type: of the checkpoint's other weights, as safetensors spells it; scales have it too.
+            storage: one of `storages`; None: the first.
         """
-        weights, (num_out, num_in) = self.weights, shape
+        weights, (num_out, num_in), storage = self.weights, shape, storage or self.storage
         scales = scale_shape(weights, shape)
         scale_type = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", None: float_type}[weights.scale_dtype]
         parts: dict[str, Part] = {"weight_scale": (scale_type, scales)}
-        if self.storage == "pack-quantized":
+        if storage == "pack-quantized":
             parts["weight_packed"] = ("I32", (num_out, math.ceil(num_in * weights.num_bits / _WORD_BITS)))
             parts["weight_shape"] = ("I64", (2,))
             if not weights.symmetric:
@@ -151,9 +162,10 @@ class Scheme(Settings):
             parts["input_global_scale" if is_local else "input_scale"] = ("F32" if is_local else float_type, (1,))
         return parts
 
-    def count_bytes(self, shape: tuple[int, int]) -> int:
-        """Count the bytes that are stored of a layer of shape (out, in)."""
-        return sum(_ITEM_BYTES[dtype] * math.prod(size) for dtype, size in self.list_parts(shape).values())
+    def count_bytes(self, shape: tuple[int, int], *, float_type: str = "BF16") -> int:
+        """Count the bytes that are stored of a layer; see `list_parts`."""
+        parts = self.list_parts(shape, float_type=float_type)
+        return sum(_ITEM_BYTES[dtype] * math.prod(size) for dtype, size in parts.values())
 
 
 def _find_input_problems(inputs: NumberFormat) -> Iterator[str]:
@@ -270,6 +282,11 @@ class StoredGroups:
         """Return the bits of a weight of a packed layer: of one in no group those of the first; 4 if none are given."""
         group = self.find(layer) or self._first
         return int(self._bits or (group.get("weights") or {}).get("num_bits") or 4)
+
+    def find_size(self, layer: str) -> int | None:
+        """Return how many weights of a layer's row share a scale; None: not a fixed number, or of no group."""
+        size = ((self.find(layer) or {}).get("weights") or {}).get("group_size")
+        return size if isinstance(size, int) and size > 0 else None
 
 
 _Index = tuple[dict[str, Any], list[tuple[re.Pattern[str], Any]]]

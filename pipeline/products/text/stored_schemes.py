@@ -25,6 +25,7 @@ from pipeline.products.text.schemes import Part, Scheme, StoredGroups, read_form
 from pipeline.running.weight_files import TensorInfo
 
 _FLOATS = ("F32", "F16", "BF16")
+_NOT_KNOWN = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # layouts of sparse weights
 _MARKS = ("weight_packed", "weight_scale")  # a layer that has one of them is quantised
 _CACHE_SCALES = ("k_scale", "v_scale")
 _PER_LAYER = ((), (1,))  # shapes of a scale that a whole layer shares
@@ -134,9 +135,16 @@ def _check_group(
 def _check_parts(path: Path, layer: str, parts: Parts, group: Mapping[str, Any], *, storage: str | None) -> None:
     """Refuse tensors that the layer's scheme does not have, or has in another shape or type."""
     scheme = _read_scheme(group)
-    if scheme is None or storage not in (scheme.storage, "mixed-precision"):
+    if scheme is None or storage in _NOT_KNOWN:
         return
-    found, wanted = _describe(parts), list(_list_wanted(scheme, parts))
+    if storage == "mixed-precision":  # of all groups together, where none has its own
+        storage = scheme.storage
+    if storage not in scheme.storages:
+        raise CheckpointError(
+            f"{path}: layer {layer!r}: expected format {' or '.join(scheme.storages)} for {scheme.name}, found "
+            f"{storage!r}: its values would be read as other numbers; copy weights and config from one source"
+        )
+    found, wanted = _describe(parts), list(_list_wanted(scheme, parts, storage))
     if wanted and not any(_agree(found, one) for one in wanted):
         raise CheckpointError(
             f"{path}: layer {layer!r}: expected {_format(wanted[0])}, as {scheme.name} has them, found "
@@ -158,18 +166,18 @@ def _read_scheme(group: Mapping[str, Any]) -> Scheme | None:
     return None if any(scheme.find_problems()) else scheme
 
 
-def _list_wanted(scheme: Scheme, parts: Parts) -> Iterator[dict[str, Part]]:
+def _list_wanted(scheme: Scheme, parts: Parts, storage: str) -> Iterator[dict[str, Part]]:
     """Yield what may be stored of a layer, beginning with the likeliest; nothing where its width is not known."""
     weight = parts.get("weight_packed") or parts.get("weight")
     if weight is None or len(weight.shape) != 2:
-        yield {"weight_packed" if "pack" in scheme.storage else "weight": ("", ())}
+        yield {"weight_packed" if "pack" in storage else "weight": ("", ())}
         return
     num_out, columns = weight.shape
     per_item = {"I32": 32, "U8": 8}.get(weight.dtype, scheme.weights.num_bits) // scheme.weights.num_bits
     # the last word may be filled up, and a width that its groups don't divide is none
     for width in range(columns * per_item, (columns - 1) * per_item, -1):
         if width % (scheme.weights.group_size or 1) == 0:
-            yield scheme.list_parts((num_out, width))
+            yield scheme.list_parts((num_out, width), storage=storage)
 
 
 def _describe(parts: Parts) -> dict[str, Part]:

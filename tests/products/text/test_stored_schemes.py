@@ -59,6 +59,11 @@ class Checkpoint:
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo(dtype, shape, 0, "model.safetensors") for name, (dtype, shape) in self.parts.items()}
 
+    def describe(self, part: str | None = None, **changes: Any) -> None:
+        """Change the group, or a part of it."""
+        group = self.quantization["config_groups"]["group_0"]
+        (group[part] if part else group).update(changes)
+
     def check(self) -> None:
         check_stored_schemes(Path("made/config.json"), self.config, self.tensors)
 
@@ -99,6 +104,17 @@ def test_groups_by_name_layers_that_are_no_linear_ones_and_an_order_of_channels_
     one.set("model.layers.0.mlp.router.weight", "BF16", 4, 256)  # `Linear` targets it, but no such layer is quantised
     one.set(f"{Q}.weight_g_idx", "I32", 256)
     one.check()
+
+
+@pytest.mark.parametrize("storage", ["pack-quantized", "int-quantized", "naive-quantized"])
+def test_whole_numbers_may_be_packed_or_not(storage: str) -> None:
+    scheme = PRESETS["W8A8"]
+    made = Checkpoint(scheme)
+    for layer, shape in LAYERS.items():
+        made.drop(*(f"{layer}.{part}" for part in scheme.list_parts(shape)))
+        made.parts |= {f"{layer}.{part}": info for part, info in scheme.list_parts(shape, storage=storage).items()}
+    made.describe(format=storage)
+    made.check()
 
 
 def test_a_width_that_fills_no_word_passes() -> None:
@@ -150,6 +166,13 @@ def empty(made: Checkpoint) -> None:
         ("W8A16", store_floats, r"found float ones \(.*q_proj\): each forward pass would have to round them"),
         ("W8A16", lambda m: m.quantization.update(format="dense"), r"found float ones \(format dense\)"),
         ("W8A8", round_outputs, "expected schemes of weights and inputs, got output_activations in group_0"),
+        (
+            "FP8_DYNAMIC",
+            lambda m: m.describe("weights", type="int"),
+            "expected format .* for int8-channel.* found 'float-",
+        ),
+        ("FP8_DYNAMIC", lambda m: m.describe(format="dense"), "expected format float-quantized .* found 'dense'"),
+        ("MXFP4A16", lambda m: m.describe(format="nvfp4-pack-quantized"), "expected format mxfp4-pack-.* 'nvfp4-pack-"),
         ("W8A8", empty, "expected quantised layers, found none"),
         ("W8A8", lambda m: m.quantization.update(config_groups={"W8A8": ["Linear"]}), "with a mapping for each group"),
         ("W8A8", lambda m: m.quantization.update(ignore=["re:("]), "expected names or regular expressions in targets"),
@@ -227,6 +250,11 @@ def test_parameters_count_by_the_width_of_their_own_layer() -> None:
         name: TensorInfo(info.dtype, info.shape, info.num_elements * sizes[info.dtype], info.file)
         for name, info in made.tensors.items()
     }
+    odd = find_preset("W4A16", 4)
+    odd_parts = odd.list_parts((256, 172))
+    alone = {f"a.{part}": TensorInfo(dtype, shape, 4 * 256 * 22, "") for part, (dtype, shape) in odd_parts.items()}
+    groups = {"config_groups": {"a": odd.model_dump() | {"targets": ["Linear"]}}}
+    assert _count_parameters(alone, {"quantization_config": groups}) == 256 * 172, "words are filled up to 176"
     kept = 2 * 64 * 256 + 256
     linear = sum(rows * columns for rows, columns in LAYERS.values())
     assert _count_parameters(tensors, made.config) == kept + linear

@@ -56,12 +56,13 @@ def plan_folder(folder: Path, step: QuantizeStep) -> LayerPlan:
 def count_output_bytes(folder: Path, step: QuantizeStep) -> int:
     """Count the bytes of a checkpoint's weights after a step, from headers alone."""
     plan, kind = plan_folder(folder, step), read_config(folder)["model_type"]
-    kept = sum(
-        info.num_bytes
-        for name, info in read_tensors(folder).items()
-        if name_layer(name.removesuffix(".weight"), kind) not in plan.asked
-    )
-    return kept + sum(plan.schemes[layer].count_bytes(shape) for layer, shape in plan.asked.items())
+    total = 0
+    for name, info in read_tensors(folder).items():
+        layer = name_layer(name.removesuffix(".weight"), kind)
+        scheme = plan.schemes.get(layer)
+        # scales have the type of the weights
+        total += scheme.count_bytes(plan.asked[layer], float_type=info.dtype) if scheme else info.num_bytes
+    return total
 
 
 def check_source(folder: Path) -> None:
