@@ -386,13 +386,18 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
     for name, info in tensors.items():
         if name.endswith(_PACKED):
             layer = name.rpartition(".")[0]
-            scale, size = tensors.get(f"{layer}.weight_scale"), groups.find_size(layer)
-            # the last word of a row may be filled up, which scales of groups have not
-            is_exact = scale is not None and size is not None and len(scale.shape) == 2
-            total += scale.num_elements * size if is_exact else info.num_bytes * 8 // groups.find_bits(layer)
+            total += _count_packed(info, tensors.get(f"{layer}.weight_scale"), groups, layer)
         elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
             total += info.num_elements
     return total
+
+
+def _count_packed(words: TensorInfo, scale: TensorInfo | None, groups: StoredGroups, layer: str) -> int:
+    """Count the weights of a packed layer: by its groups, as the last word of a row may be filled up, else by words."""
+    size = groups.find_size(layer)
+    if scale is not None and size is not None and len(scale.shape) == 2:
+        return scale.num_elements * size
+    return words.num_bytes * 8 // groups.find_bits(layer)
 
 
 def read_json(path: Path) -> dict[str, Any]:
