@@ -11,10 +11,13 @@ PORT ?= 5000
 REJECTED ?= gptq-short
 JOBS ?= 1
 
-.PHONY: help setup plan repro repro-rejected ui test certify lint clean
+.PHONY: help demo setup plan repro repro-rejected ui test certify lint clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+
+demo:  ## a first verdict on shipped records, in an environment of six packages (.venv-demo); writes demo.html
+	@scripts/demo.sh
 
 setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
@@ -49,4 +52,4 @@ lint: setup  ## ruff (rules and layout) and mypy
 	python -m mypy pipeline stages tests examples
 
 clean:  ## remove the environment, caches and everything the pipeline made
-	rm -rf .venv build mlflow.db mlartifacts mlruns .dvc/cache .dvc/tmp .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-demo demo.html build mlflow.db mlartifacts mlruns .dvc/cache .dvc/tmp .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -373,13 +373,65 @@ def test_norms_that_are_stored_as_a_distance_from_one_stay_where_nothing_is_move
     assert changed == {"input_layernorm", "pre_feedforward_layernorm"}
 
 
-def test_scales_are_not_moved_into_layers_that_a_norm_does_not_feed(texts: Evalset, tmp_path: Path) -> None:
-    """By Llama's names scales went from Gemma's norm behind attention to the layers behind another one."""
-    source = write_tiny_model(tmp_path / "gemma2", "gemma2", dtype="bfloat16")
+def write_phi(folder: Path, source: Path) -> Path:
+    import transformers
+
+    size = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = transformers.PhiForCausalLM(
+        transformers.PhiConfig(**size, num_attention_heads=4, max_position_embeddings=256)
+    )
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "gemma2",
+            "model.layers.0.post_attention_layernorm to model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj",
+        ),
+        ("phi", "model.layers.0.input_layernorm to model.layers.0.self_attn.q_proj, .*v_proj"),
+    ],
+)
+def test_scales_that_would_change_answers_are_not_moved(
+    model: str, said: str, source: Path, texts: Evalset, tmp_path: Path
+) -> None:
+    """By Llama's names scales went from Gemma's norm behind attention to the layers behind another one.
+
+    Phi's norm feeds its other layers as well, which got none: logits changed by a third.
+    """
+    folder = tmp_path / "model"
+    write_phi(folder, source) if model == "phi" else write_tiny_model(folder, model, dtype="bfloat16")
     step = make_step("W8A8", smoothing_strength=0.5, calibration=CALIBRATION)
-    said = "scales from model.layers.0.post_attention_layernorm to model.layers.0.mlp.gate_proj, which it does not feed"
-    with pytest.raises(QuantizationError, match=f"^llm-compressor would move {said} in Gemma2ForCausalLM"):
-        quantize(source, tmp_path / "made", step=step, calibration_set=texts)
+    with pytest.raises(
+        QuantizationError, match=f"^llm-compressor would move scales from {said}, which changes the answ"
+    ):
+        quantize(folder, tmp_path / "made", step=step, calibration_set=texts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_trying_a_move_leaves_the_model_as_it_is(source: Path, tmp_path: Path, dtype: str) -> None:
+    model = load_model(write_tiny_model(tmp_path / "qwen2", "qwen2", dtype=dtype), dtype=dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    block = model.model.layers[0]
+    attention = block.self_attn
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    moves = [
+        llm_compressor.Move("norm", block.input_layernorm, projections),
+        llm_compressor.Move("up", block.mlp.up_proj, [block.mlp.down_proj]),
+    ]
+    llm_compressor._check_moves(model, moves)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(
+        QuantizationError, match=r"from norm to model.layers.0.self_attn.q_proj, .*k_proj, which changes"
+    ):
+        llm_compressor._check_moves(
+            model, [moves[1], llm_compressor.Move("norm", block.input_layernorm, projections[:2])]
+        )
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
 def scatter_norms(tensors: dict[str, Any]) -> None:
@@ -392,7 +444,11 @@ def scatter_norms(tensors: dict[str, Any]) -> None:
     ("model", "changes", "said"),
     [
         ("mamba", {"smoothing_strength": 0.5}, "smoothing_strength: expected norms that llm-compressor knows .* Mamba"),
-        ("bloom", {"scheme": "W4A16", "group_size": 32, "algorithm": "awq"}, "llm-compressor failed: AttributeError: "),
+        (
+            "bloom",
+            {"scheme": "W4A16", "group_size": 32, "algorithm": "awq"},
+            "llm-compressor would move scales from .*gelu",
+        ),
     ],
 )
 def test_what_the_library_does_not_know_of_a_model_is_one_line(

@@ -18,6 +18,7 @@ from pipeline.settings.base import Settings
 
 _WORD_BITS = 32  # narrow integers are packed into int32
 _HALF_BYTE = 4
+_LEAST_SHARED = 4  # weights that have a scale: with fewer it takes more room than they do
 
 _ITEM_BYTES = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
@@ -43,6 +44,9 @@ class NumberFormat(Settings):
             if (getattr(self, name) is None) == (name == needs):
                 wanted = "a value" if name == needs else "none"
                 yield f"{name}: expected {wanted} with strategy {self.strategy}, got {getattr(self, name)!r}"
+        size = math.prod(self.block_structure) if self.block_structure else self.group_size
+        if size is not None and size < _LEAST_SHARED:
+            yield f"{needs}: expected {_LEAST_SHARED} weights or more that share a scale, got {size}"
         if self.type == "float" and not self.symmetric:
             yield "symmetric: expected true with type float, got false"
         is_small = self.strategy == "tensor_group" or self.scale_dtype or (self.type, self.num_bits) == ("float", 4)

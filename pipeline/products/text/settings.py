@@ -169,6 +169,8 @@ class QuantizeStep(WeightStep, NumberFormats):
                 yield f"{name}: {algorithm} alone has it, got algorithm {self.algorithm}; remove it"
         if self.smoothing_strength is not None and self.algorithm == "awq":
             yield "smoothing_strength: expected none with algorithm awq, which scales channels itself; remove it"
+        if self.is_cache_alone and self.exclude != type(self).model_fields["exclude"].default:
+            yield "exclude: expected none without a scheme, as no layer is quantised; remove it"
         if self.is_cache_alone and (self.algorithm != "rtn" or self.smoothing_strength is not None):
             yield "scheme: expected the numbers that weights are stored in, found none beside kv_cache; set one"
             return

@@ -26,7 +26,8 @@ from pipeline.running.weight_files import TensorInfo
 
 _FLOATS = ("F32", "F16", "BF16")
 _NOT_KNOWN = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # layouts of sparse weights
-_MARKS = ("weight_packed", "weight_scale")  # a layer that has one of them is quantised
+_MARKS = ("weight_packed", "weight_scale")  # a layer that has one of them is quantised, as one of small numbers is
+_SMALL = ("I8", "U8", "F8_E4M3")
 _CACHE_SCALES = ("k_scale", "v_scale")
 _PER_LAYER = ((), (1,))  # shapes of a scale that a whole layer shares
 
@@ -54,15 +55,15 @@ def check_stored_schemes(path: Path, config: Mapping[str, Any], tensors: Mapping
         _check_cache(path, config, layers)  # only what attention keeps or reads is rounded
         return
     _check_floats(path, quantization, layers)
-    if not any(mark in parts for parts in layers.values() for mark in _MARKS):
+    if not any(map(_is_quantised, layers.values())):
         raise CheckpointError(f"{path}: quantization_config: expected quantised layers, found none; remove it")
     if "text_config" not in config:
-        quantised = {layer.rpartition(".")[2] for layer, parts in layers.items() if any(m in parts for m in _MARKS)}
+        quantised = {layer.rpartition(".")[2] for layer, parts in layers.items() if _is_quantised(parts)}
         for layer, parts in layers.items():
             group, is_like_others = groups.find(layer), layer.rpartition(".")[2] in quantised
             group = group if group and group.get("weights") else None
             _check_group(path, layer, parts, group, is_like_others=is_like_others)
-            if group is not None and any(mark in parts for mark in _MARKS):
+            if group is not None and _is_quantised(parts):
                 _check_parts(path, layer, parts, group, storage=group.get("format") or quantization.get("format"))
         _check_cache(path, config, layers)
 
@@ -104,6 +105,11 @@ def _check_floats(path: Path, quantization: Mapping[str, Any], layers: Mapping[s
         )
 
 
+def _is_quantised(parts: Parts) -> bool:
+    weight = parts.get("weight")
+    return any(mark in parts for mark in _MARKS) or (weight is not None and weight.dtype in _SMALL)
+
+
 def _is_float(weight: TensorInfo | None) -> bool:
     return weight is not None and weight.dtype in _FLOATS
 
@@ -112,7 +118,7 @@ def _check_group(
     path: Path, layer: str, parts: Parts, group: Mapping[str, Any] | None, *, is_like_others: bool
 ) -> None:
     """Refuse a layer that is quantised and in no group, or in one and not quantised."""
-    is_quantised = any(mark in parts for mark in _MARKS)
+    is_quantised = _is_quantised(parts)
     if is_quantised and group is None:
         raise CheckpointError(
             f"{path}: expected each quantised layer in one of config_groups and not in ignore, found {layer!r} "
@@ -145,7 +151,12 @@ def _check_parts(path: Path, layer: str, parts: Parts, group: Mapping[str, Any],
             f"{storage!r}: its values would be read as other numbers; copy weights and config from one source"
         )
     found, wanted = _describe(parts), list(_list_wanted(scheme, parts, storage))
-    if wanted and not any(_agree(found, one) for one in wanted):
+    if not wanted:
+        raise CheckpointError(
+            f"{path}: layer {layer!r}: expected a width that the groups of {scheme.name} divide, found "
+            f"{_format(found)}; name it in ignore when it is quantised"
+        )
+    if not any(_agree(found, one) for one in wanted):
         raise CheckpointError(
             f"{path}: layer {layer!r}: expected {_format(wanted[0])}, as {scheme.name} has them, found "
             f"{_format(found)}; copy weights and config from one source"
@@ -167,7 +178,7 @@ def _read_scheme(group: Mapping[str, Any]) -> Scheme | None:
 
 
 def _list_wanted(scheme: Scheme, parts: Parts, storage: str) -> Iterator[dict[str, Part]]:
-    """Yield what may be stored of a layer, beginning with the likeliest; nothing where its width is not known."""
+    """Yield what may be stored of a layer, the likeliest first; nothing where groups don't divide its width."""
     weight = parts.get("weight_packed") or parts.get("weight")
     if weight is None or len(weight.shape) != 2:
         yield {"weight_packed" if "pack" in storage else "weight": ("", ())}
@@ -175,8 +186,9 @@ def _list_wanted(scheme: Scheme, parts: Parts, storage: str) -> Iterator[dict[st
     num_out, columns = weight.shape
     per_item = {"I32": 32, "U8": 8}.get(weight.dtype, scheme.weights.num_bits) // scheme.weights.num_bits
     # the last word may be filled up, and a width that its groups don't divide is none
+    inputs = scheme.input_activations
     for width in range(columns * per_item, (columns - 1) * per_item, -1):
-        if width % (scheme.weights.group_size or 1) == 0:
+        if all(width % (numbers.group_size or 1) == 0 for numbers in (scheme.weights, inputs) if numbers):
             yield scheme.list_parts((num_out, width), storage=storage)
 
 
@@ -207,6 +219,8 @@ def _check_cache(path: Path, config: Mapping[str, Any], layers: Mapping[str, Par
     shapes = ((heads, 1, 1),) if cache.get("strategy") == "attn_head" else _PER_LAYER
     for layer in find_attention(layers):
         for part in _CACHE_SCALES:
+            if "output_scale" in layers.get(f"{layer}.{part[0]}_proj", {}):  # as releases before 0.10 wrote it
+                continue
             info = layers.get(layer, {}).get(part)
             if info is None or info.shape not in shapes:
                 found = "none" if info is None else f"shape {info.shape}"

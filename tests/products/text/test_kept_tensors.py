@@ -85,3 +85,14 @@ def test_scales_that_were_moved_into_a_layer_that_is_left_out_are_undone(tmp_pat
     for part in ("weight", "bias"):  # of its last channels, as of a fused layer
         tensors[f"{BEFORE}.{part}"][-4:] /= scales.view(-1, *[1] * (part == "weight"))
     check(tmp_path, source, tensors, log)
+
+
+def test_subnormal_values_are_as_coarse_as_their_type_has_them(tmp_path: Path) -> None:
+    """A few of float16, in layers that smoothing changed and nothing quantised, refused the whole step."""
+    scales, tensors = torch.tensor([0.7, 1.3, 2.1, 3.3]), make_tensors()
+    tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    tensors[f"{NORM}.weight"] = torch.tensor([3e-6, -2e-6, 1e-5, 5e-7]).half()
+    log = StepLog("rtn")
+    log.record_scales([LAYER], scales, smoothed=NORM)
+    moved = (tensors[f"{NORM}.weight"] / scales.half()).half()
+    check(tmp_path, write(tmp_path / "source", tensors), tensors | {f"{NORM}.weight": moved}, log)

@@ -155,6 +155,16 @@ def empty(made: Checkpoint) -> None:
         ("W8A8", lambda m: m.set(f"{K}.weight_scale", "BF16", 1), "weight_scale BF16 128x1, .* found .* BF16 1;"),
         ("FP8_BLOCK", lambda m: m.set(f"{Q}.weight_scale", "BF16", 256, 2), "weight_scale BF16 2x2, .* BF16 256x2"),
         ("W4A16", lambda m: m.drop(f"{Q}.weight_scale"), "q_proj': expected .*weight_scale.* found weight_packed"),
+        (
+            "FP8_DYNAMIC",
+            lambda m: m.drop(f"{Q}.weight_scale"),
+            "q_proj': expected .*weight_scale.* found weight F8_E4M3",
+        ),
+        (
+            "FP8_BLOCK",
+            lambda m: m.set(f"{Q}.weight", "F8_E4M3", 256, 200),
+            "expected a width that the groups of fp8-128x",
+        ),
         ("W4A16_ASYM", lambda m: m.drop(f"{Q}.weight_zero_point"), "expected .*weight_zero_point I32 32x2"),
         ("FP8", lambda m: m.drop(f"{K}.input_scale"), "k_proj': expected input_scale BF16 1, .* found weight F8"),
         ("FP8_DYNAMIC", lambda m: m.set(f"{K}.input_scale", "BF16", 1), "k_proj': expected weight F8.* found input_sc"),
@@ -203,6 +213,9 @@ def test_a_calibrated_cache_needs_its_scales(strategy: str) -> None:
     made.drop("model.layers.1.self_attn.v_scale")
     with pytest.raises(CheckpointError, match=r"kv_cache_scheme: expected .*1.self_attn.v_scale .* found none"):
         made.check()
+    made.set("model.layers.1.self_attn.v_proj.output_scale", "BF16", 1)  # where older releases stored it
+    made.check()
+    made.drop("model.layers.1.self_attn.v_proj.output_scale")
     made.quantization["kv_cache_scheme"]["dynamic"] = True
     made.check()
 

@@ -75,12 +75,13 @@ def _measure_moved(found: Any, expected: Any, layer: str, log: StepLog) -> float
 
     if found.shape != expected.shape:
         return float("inf")
-    room = _MAX_ROUNDINGS * torch.finfo(found.dtype).eps
+    numbers = torch.finfo(found.dtype)
+    room, floor = _MAX_ROUNDINGS * numbers.eps, _MAX_ROUNDINGS * numbers.smallest_normal * numbers.eps
     differences = []
     for distance in (0.0, 1.0):  # that the stored values are from what multiplies: a norm's may be one
         wanted = log.scale_as_moved(layer, expected.float() + distance)
         off = (found.float() + distance - wanted).abs()
-        if bool((off <= room * (wanted.abs() + distance)).all()):
+        if bool((off <= room * (wanted.abs() + distance) + floor).all()):
             return 0.0
         differences.append(float(off.max()))
     return min(differences)

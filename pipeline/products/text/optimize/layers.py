@@ -77,8 +77,7 @@ def check_source(folder: Path) -> None:
     if experts := _find_experts(config, tensors):
         raise QuantizationError(
             f"{folder}: expected a model without experts, got model type {config['model_type']!r} with {experts}: "
-            "experts can't be quantised here; serve and compare it with `steps: []`, or bring a folder that "
-            "llm-compressor has quantised"
+            "experts can't be quantised here; serve and compare it with `steps: []`"
         )
 
     if config["model_type"] in _CONV1D_MODELS:

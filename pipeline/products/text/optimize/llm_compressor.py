@@ -13,11 +13,12 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it is being imported
@@ -46,7 +47,18 @@ from pipeline.products.text.settings import QuantizeStep
 
 _LIBRARY = sys.modules[oneshot.__module__]  # whose function hides the module of its name
 MAX_SHARD = "1GB"
-_PROBE_TOKENS = 8  # that show which layers a norm feeds
+_PROBE_TOKENS = 8  # that show whether moving scales changes an answer
+MAX_MOVED = 0.05  # of the logits' deviation: float16 loses digits of small values, a wrong move many times that
+
+
+class Move(NamedTuple):
+    """Scales that go from one module to the layers that read it."""
+
+    name: str  # of the module that is divided
+    divided: Any
+    layers: Sequence[Any]  # that are multiplied
+
+
 ALIKE_AT_ONCE = 4  # layers of one shape that GPTQ rounds together on a GPU: a block has at most q, k, v and o
 
 
@@ -172,7 +184,7 @@ def _build_awq(step: QuantizeStep, plan: LayerPlan, log: StepLog) -> Any:
             useful = [m for m in self._resolved_mappings if all(name in plan.asked for name in m.balance_names)]
             self._resolved_mappings: list[Any] = useful
             log.total = len(useful)
-            _check_paths(model, [(m.smooth_name, m.smooth_layer, m.balance_layers) for m in useful])
+            _check_moves(model, [Move(m.smooth_name, m.smooth_layer, m.balance_layers) for m in useful])
 
         def _compute_best_scale(self, mapping: Any, *args: Any) -> Any:
             scales = super()._compute_best_scale(mapping, *args)
@@ -194,8 +206,8 @@ def _build_smoothing(strength: float, log: StepLog, names: dict[Any, str]) -> An
                     f"smoothing_strength: expected norms that llm-compressor knows before linear layers, found none in "
                     f"{type(state.model).__name__}: nothing would be smoothed; remove it"
                 )
-            moves = [(m.smooth_name, m.smooth_layer, m.balance_layers) for m in self.resolved_mappings_]
-            _check_paths(state.model, moves)
+            moves = [Move(m.smooth_name, m.smooth_layer, m.balance_layers) for m in self.resolved_mappings_]
+            _check_moves(state.model, moves)
             return is_ready
 
         def _calculate_smoothing_scales(self, balance_layers: list[Any], activation_scales: Any) -> Any:
@@ -208,41 +220,65 @@ def _build_smoothing(strength: float, log: StepLog, names: dict[Any, str]) -> An
     return ReportingSmoothQuant(smoothing_strength=strength)
 
 
-def _check_paths(model: Any, moves: Sequence[tuple[str, Any, Sequence[Any]]]) -> None:
-    """Refuse scales that would be taken from a norm and given to layers that it does not feed: answers would change.
+def _check_moves(model: Any, moves: Sequence[Move]) -> None:
+    """Refuse scales that would be divided out where not everything behind is multiplied: answers would change.
 
-    The library goes by names, and for a model that it does not know by Llama's. Gemma 2 has norms of these names
-    elsewhere. Only norms are looked at: from one layer to the next there is attention or a gate, which scales pass.
+    The library goes by names, and for a model that it does not know by Llama's. Gemma 2 has a norm of such a name
+    before a residual sum, and Phi's norm feeds layers of other names as well. So the move is tried with powers of two,
+    which change no product's digits: the logits of a probe must stay.
 
     Args:
-        model: before anything is moved.
-        moves: name and module of what is divided, and the layers that are multiplied.
+        model: before anything is moved; it is left as it is.
+        moves: what is divided, and the layers that are multiplied.
 
     Raises:
-        QuantizationError: names the first such norm and layer.
+        QuantizationError: names the first kind of move that changes them.
     """
-    if is_distributed():  # weights are elsewhere, and the stage has loaded the model of one process
+    if not moves or is_distributed():  # of several ranks weights are elsewhere
         return
-    seen: dict[Any, torch.Tensor] = {}
-    norms = [move for move in moves if move[1].weight.ndim == 1]
-    with contextlib.ExitStack() as stack:
-        for _, norm, layers in norms:
-            stack.enter_context(norm.register_forward_hook(lambda module, _, output: seen.update({module: output})))
-            for layer in layers:
-                stack.enter_context(
-                    layer.register_forward_pre_hook(lambda module, args: seen.update({module: args[0]}))
-                )
-        with torch.no_grad():
-            model(input_ids=torch.arange(_PROBE_TOKENS, device=model.device)[None], use_cache=False)
-    for name, norm, layers in norms:
-        for layer in layers:
-            if norm not in seen or layer not in seen or not seen[norm].equal(seen[layer]):
-                fed = next(found for found, module in model.named_modules() if module is layer)
-                raise QuantizationError(
-                    f"llm-compressor would move scales from {name} to {fed}, which it does not feed in "
-                    f"{type(model).__name__}: answers would change; use algorithm gptq or rtn, without "
-                    "smoothing_strength"
-                )
+    before = _probe(model)
+    kinds: dict[str, list[Move]] = {}
+    for move in moves:
+        kinds.setdefault(re.sub(r"\d+", "*", move.name), []).append(move)
+    if _stays(model, moves, before):
+        return
+    wrong = next((same for same in kinds.values() if not _stays(model, same, before)), list(moves))[0]
+    layers = ", ".join(name for name, module in model.named_modules() if any(module is one for one in wrong.layers))
+    raise QuantizationError(
+        f"llm-compressor would move scales from {wrong.name} to {layers}, which changes the answers of "
+        f"{type(model).__name__}: these layers are not what it feeds, or not all; use algorithm gptq or rtn, without "
+        "smoothing_strength"
+    )
+
+
+def _probe(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits.float()
+    return logits
+
+
+def _stays(model: Any, moves: Sequence[Move], before: torch.Tensor) -> bool:
+    """Say whether a model answers as before while powers of two are moved."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for move in moves:
+            num_channels = move.layers[0].weight.shape[1]
+            factors = torch.tensor([2.0, 1.0]).repeat(num_channels)[:num_channels]
+            for weight in (getattr(move.divided, part, None) for part in ("weight", "bias")):
+                if weight is None:
+                    continue
+                last = weight.data[-num_channels:]  # of a fused layer those that the others read
+                shaped = factors.to(last).view(-1, *[1] * (last.ndim - 1))
+                if last.dtype == torch.float16:  # halving its smallest numbers loses a digit
+                    stack.callback(last.copy_, last.clone())
+                else:
+                    stack.callback(last.mul_, shaped)
+                last /= shaped
+            for layer in move.layers:
+                stack.callback(layer.weight.data.div_, factors.to(layer.weight))
+                layer.weight.data *= factors.to(layer.weight)
+        off = (_probe(model) - before).abs().max()
+    return bool(off <= MAX_MOVED * before.std())
 
 
 def forget_model() -> None:
