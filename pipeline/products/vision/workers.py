@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -75,7 +75,7 @@ class _Loaded:
 
 
 @contextlib.contextmanager
-def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
+def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> Iterator[Executor]:
     """Start processes that run pictures; see `worker_pool.start_workers`.
 
     Args:
@@ -91,6 +91,7 @@ def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> It
         died=f"a process that ran pictures ended by itself, perhaps for lack of memory, or as {setup.adapter} ends it",
         remedy=f"lower products.{setup.product}.serving.batch_size or resources.num_workers; finished pictures are "
         "kept, run `dvc repro` to go on",
+        needs_own_process=setup.candidate.serving.compile_mode is not None,  # what is compiled is timed from nothing
     )
     with _compile_into(cache), workers as pool:
         yield pool
