@@ -45,6 +45,7 @@ from pipeline.settings.execution import RayExecution
 
 Ask = Callable[[str], Plan]
 _STAGES = ("optimize", "evaluate")
+_TURNS = ENV / "turns"
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def carry_out(order: Order) -> None:
     """
     if order.gpus is not None and order.stage == "evaluate":
         os.environ[VISIBLE] = order.gpus
-    work_here()
+    work_here(_TURNS)
     work = Work(order.stage, order.candidate, order.product)
     inputs = _digest_inputs(order, work)
     with lock_candidate(order.product.build, order.candidate):

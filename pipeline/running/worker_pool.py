@@ -2,7 +2,8 @@
 
 A process that dies, for lack of memory say, ends the run with one line; what other tasks made is kept. None outlives
 the stage that started it. Where several processes work side by side already, a pool of one worker is a thread of the
-process that asked for it (`work_here`): another process would import everything once more.
+process that asked for it (`work_here`): another process would import everything once more. Tasks take turns there: one
+that times something has the machine to itself, as it has in a stage.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.importing import pause_collection
 from pipeline.running.quiet import silence_torchao
+from pipeline.running.turns import is_timed_alone, take_turn
 
 R = TypeVar("R")
 
@@ -32,12 +35,34 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h; both are turned 
 _loaded: list[Any] = []  # in a worker: at most one
 _problems: list[Exception] = []  # why there is none
 _place: list[int] = []  # of this worker in its pool: at most one
-_works_here: list[bool] = []  # not empty: a pool of one worker is a thread of this process
+_works_here: list[Path] = []  # after `work_here`: where turns are taken
 
 
-def work_here() -> None:
-    """Let a pool of one worker be a thread of this process from now on, which works for one candidate and ends."""
-    _works_here.append(True)
+def work_here(turns: Path) -> None:
+    """Let a pool of one worker be a thread of this process from now on, which works for one candidate and ends.
+
+    Args:
+        turns: folder of the locks by which tasks of all such processes take turns (`turns.py`).
+    """
+    _works_here.append(turns.resolve())
+
+
+class _TurnTaking(Executor):
+    """A pool whose tasks take turns with those of other processes."""
+
+    def __init__(self, pool: Executor, turns: Path) -> None:
+        self._pool, self._turns = pool, turns
+
+    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        return self._pool.submit(_run_in_turn, self._turns, is_timed_alone(function), function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+def _run_in_turn(turns: Path, alone: bool, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    with take_turn(turns, alone=alone):
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -67,6 +92,8 @@ def start_workers(
     """
     is_here = bool(_works_here) and num_workers == 1 and not needs_own_process
     pool = _open_thread(load, order) if is_here else _open_processes(load, order, num_workers)
+    for turns in _works_here:
+        pool = _TurnTaking(pool, turns)
     try:
         yield pool
     except BrokenProcessPool:

@@ -235,7 +235,7 @@ def test_what_was_edited_since_it_began_is_not_kept(
 ) -> None:
     """Stage env, run in another terminal, knows the edit; the process has the settings and the code of before."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetch, "work_here", lambda: None)
+    monkeypatch.setattr(prefetch, "work_here", lambda _: None)
     write_inputs("1", CODE)
     people = params.products["people"]
     edits = [edit]

@@ -8,6 +8,7 @@ import platform
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.running import worker_pool
+from pipeline.running.turns import take_turn
 from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
-from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load
+from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load, time_something
 
 DIED: dict[str, Any] = {"owner": "a", "died": "a process ended by itself", "remedy": "lower the batch size"}
 
@@ -126,9 +128,9 @@ def test_tasks_that_wait_are_dropped_when_one_fails() -> None:
 
 
 @pytest.fixture
-def works_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(worker_pool, "_works_here", [])
-    worker_pool.work_here()
+    worker_pool.work_here(tmp_path / "turns")
 
 
 @pytest.mark.usefixtures("works_here")
@@ -173,3 +175,19 @@ def test_two_pools_at_once_are_refused_in_one_process() -> None:
 def test_memory_that_ends_in_the_process_itself_is_one_line() -> None:
     with pytest.raises(EngineError, match="^a: .*lower the batch size"), start_workers(load, 1, 1, **DIED) as pool:
         pool.submit(fail_on_the_gpu, "CUDA out of memory. Tried to allocate 2.00 GiB").result()
+
+
+@pytest.mark.usefixtures("works_here")
+@pytest.mark.parametrize("needs_own", [False, True], ids=["thread", "process"])
+def test_a_task_that_times_something_waits_until_no_other_process_works(tmp_path: Path, needs_own: bool) -> None:
+    """A verdict on speed would rest on what a neighbour did."""
+    with (
+        start_workers(load, 1, 1, **DIED, needs_own_process=needs_own) as pool,
+        ExitStack() as others,
+    ):
+        others.enter_context(take_turn(tmp_path / "turns", alone=False))
+        assert pool.submit(add, 0).result()[0] == 1, "others work on beside it"
+        timed = pool.submit(time_something)
+        assert wait([timed], timeout=0.3).not_done
+        others.close()
+        assert timed.result() == "timed"
