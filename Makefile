@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PORT ?= 5000
 REJECTED ?= gptq-short
-JOBS ?= 1
+JOBS ?= auto
 
 .PHONY: help demo setup plan repro repro-rejected ui test certify lint clean
 
@@ -26,9 +26,9 @@ setup:  ## make .venv (uv where present, pip otherwise)
 plan: setup  ## what the gate's suites can prove and what a run will cost, before any model runs
 	@python scripts/plan.py
 
-repro: setup  ## run what is out of date, to the verdict; fails when the gate fails; JOBS=4: candidates at once
+repro: setup  ## run what is out of date, to the verdict; fails when the gate fails; JOBS=4: four candidates at once
 	@python -m scripts.check_settings
-	@test $(JOBS) = 1 || python -m scripts.side_by_side $(JOBS)
+	python -m pipeline prefetch --jobs $(JOBS)
 	python -m dvc repro
 
 repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released in a temporary copy

@@ -1,7 +1,8 @@
-"""The command `quantgate`: the gate on records that others made, and on a project's own, without DVC.
+"""The command `quantgate`: the gate on records that others made, and on a project's own, and work ahead of `dvc repro`.
 
     quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
     quantgate gate [PRODUCT]
+    quantgate prefetch [PRODUCT|CANDIDATE ...] [--jobs 4]
     quantgate --version
 
 `python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
@@ -101,6 +102,21 @@ def gate(options: argparse.Namespace) -> int:
         judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
         print(render_gate(judgement, are_here=are_here))
     return choose_exit_code(judgement)
+
+
+def prefetch(options: argparse.Namespace) -> int:
+    """Make and evaluate what is out of date side by side, for `dvc repro` to take over."""
+    from pipeline.products.prefetch import prefetch as make
+
+    gc.enable()
+    make(options.names, None if options.jobs == "auto" else _count("--jobs", options.jobs))
+    return 0
+
+
+def _count(option: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and int(value)):
+        raise SettingsError(f"{option}: expected auto, or how many candidates at once, such as 4, got {value!r}")
+    return int(value)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -240,11 +256,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")
-    commands = parser.add_subparsers(required=True, metavar="{compare,gate}")
+    commands = parser.add_subparsers(required=True, metavar="{compare,gate,prefetch}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
     own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
     own.add_argument("product", nargs="?", metavar="PRODUCT", help="of params.yaml; needed where there are several")
     own.set_defaults(run=gate)
+    ahead = commands.add_parser("prefetch", help="make and evaluate what is out of date, several candidates at once")
+    ahead.description = "Results are kept for `dvc repro`, which takes them over, checks and judges."
+    ahead.add_argument("names", nargs="*", metavar="PRODUCT|CANDIDATE", help="of params.yaml; none: all")
+    ahead.add_argument("--jobs", default="auto", metavar="N", help="candidates at once (auto: the product's workers)")
+    ahead.set_defaults(run=prefetch)
     return parser.parse_args(argv)
 
 

@@ -63,6 +63,9 @@ class Kind(Protocol[P]):
     def list_inputs(self, product: P, root: Path) -> Inputs:
         """Return what results depend on: settings as JSON, digests of files."""
 
+    def preload(self, stage: str, product: P, root: Path) -> None:
+        """Import what `optimize` or `evaluate` of the product's candidates will import, and do nothing else."""
+
     def optimize(self, name: str, product: P, *, root: Path, build: Path) -> str:
         """Build a candidate under `build/candidates/<name>/`; return a line that says what it became."""
 

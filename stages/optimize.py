@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.products import KINDS
 from pipeline.products.params import Params, find_owner, list_project_files, load_params
 from pipeline.running.journal import lock_candidate
+from pipeline.running.prefetched import take_over
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 from stages.cli import load_cluster, read_name, run_stage
@@ -18,6 +19,8 @@ def main(argv: list[str]) -> int:
     name = read_name(argv, "candidate")
     params = load_params()
     product = find_owner(params, name, kind=Product)
+    if take_over("optimize", name, product):
+        return 0
     with lock_candidate(product.build, name):
         print(f"{name}: {build(name, product, params)}")
     return 0

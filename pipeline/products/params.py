@@ -254,7 +254,7 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
         raise SettingsError(f"products.{name}: expected a candidate that names it as its product, found none")
     settings = KINDS[section["kind"]].settings
     data = {**section, "name": name, "candidates": candidates}
-    if isinstance(resources := section.get("resources", {}), Mapping):
+    if "resources" in settings.model_fields and isinstance(resources := section.get("resources", {}), Mapping):
         data["resources"] = {settings.workers_key: num_workers, **resources}
     try:
         return settings.model_validate(data)

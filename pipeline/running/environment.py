@@ -277,12 +277,17 @@ def count_cores() -> int:
 
 
 def count_workers() -> int:
-    """Return how many processes work here at once: one for each GPU this process may use, or for each core.
+    """Return how many processes work here at once: one for each GPU this process may use, or for each core."""
+    return min(MAX_WORKERS, len(list_own_gpus()) or count_cores())
 
-    GPUs are counted by their device files, as asking nvidia-smi takes longer than a stage that has nothing to do.
+
+def list_own_gpus() -> tuple[str, ...]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    They are counted by their device files, as asking nvidia-smi takes longer than a stage that has nothing to do.
     """
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return min(MAX_WORKERS, len(list_visible_gpus(num_gpus, os.environ.get(VISIBLE))) or count_cores())
+    return list_visible_gpus(num_gpus, os.environ.get(VISIBLE))
 
 
 def count_memory_mib() -> int:

@@ -1,5 +1,6 @@
 """Which stages are out of date by dvc.lock, and why, where weights and records are not there. The only importer of DVC.
 
+`open_project` says what `dvc repro` would do with one stage in this workspace. All else is for a clone without data.
 What is asked of DVC is data: how it resolves dvc.yaml, and whether a file or a setting differs from what dvc.lock says
 of it. A stage is out of date when
 - its entry in dvc.lock is missing, or names another command, or other settings, dependencies or outputs than dvc.yaml;
@@ -14,15 +15,19 @@ Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import networkx
 from dvc.dependency import ParamsDependency
 from dvc.output import Output
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
+from dvc.stage.cache import RunCacheNotFoundError
+from dvc_data.hashfile.hash_info import HashInfo
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
@@ -30,6 +35,7 @@ from pipeline.errors import EvidenceError
 T = TypeVar("T")
 
 Entry = Mapping[str, Any]  # of a stage, in dvc.lock
+Plan = Literal["skip", "restore", "run"]  # restore: from DVC's cache
 _STAGES, _LOCK = "dvc.yaml", "dvc.lock"
 
 
@@ -60,10 +66,58 @@ def read_commands(root: Path) -> dict[str, list[str]]:
     )
 
 
+@contextlib.contextmanager
+def open_project() -> Iterator[Callable[[str], Plan]]:
+    """Give a function that says what `dvc repro` would do here and now with a stage; each can be asked of once.
+
+    The project is the one in the current folder: DVC looks into its cache from there. What earlier stages left in the
+    workspace counts, as for DVC itself. Several threads may ask.
+
+    Raises:
+        EvidenceError: DVC can't say; the function raises it, too, while another DVC works on the same files.
+    """
+    root, lock = Path(), threading.Lock()
+    with contextlib.ExitStack() as stack:
+        repo = _explain(root, lambda: stack.enter_context(Repo(str(root), _wait_for_lock=True)))
+        stages = {_name(stage): stage for stage in _explain(root, lambda: repo.index.stages)}
+
+        def plan(name: str) -> Plan:
+            with lock:
+                return _explain(root, lambda: _plan(repo, stages[name]))
+
+        yield plan
+
+
+def _plan(repo: Repo, stage: Stage) -> Plan:
+    """Ask as `Stage.reproduce` and `run_stage` do."""
+    with repo.lock:
+        if stage.frozen or not stage.changed():
+            return "skip"
+        try:
+            if not _is_recorded(stage):
+                # without running it `restore` would look up the inputs of the last run
+                stage.save_deps()
+                for out in stage.outs:
+                    out.hash_info = HashInfo()
+            repo.stage_cache.restore(stage, dry=True)
+        except RunCacheNotFoundError:
+            return "run"
+    return "restore"
+
+
+def _is_recorded(stage: Stage) -> bool:
+    """Say whether dvc.lock has this stage with these inputs, so that its outputs alone are missing or changed."""
+    return not stage.changed_stage() and stage.deps_cached() and all(out.hash_info for out in stage.outs)
+
+
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:
+    with contextlib.ExitStack() as stack:
+        return _explain(root, lambda: question(stack.enter_context(Repo(str(root)))))
+
+
+def _explain(root: Path, question: Callable[[], T]) -> T:
     try:
-        with Repo(str(root)) as repo:
-            return question(repo)
+        return question()
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         message = " ".join(str(error).split())
         raise EvidenceError(

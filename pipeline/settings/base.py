@@ -142,8 +142,14 @@ class Product(Settings):
 
     def use_workers(self, num_workers: int) -> Self:
         """Return the settings with so many processes at once, which changes no result."""
-        resources = getattr(self, "resources").model_copy(update={self.workers_key: num_workers})  # noqa: B009
-        return self.model_copy(update={"resources": resources})
+        if (resources := getattr(self, "resources", None)) is None:
+            return self
+        return self.model_copy(update={"resources": resources.model_copy(update={self.workers_key: num_workers})})
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes it has at once; 1 for a kind without such a setting."""
+        return int(getattr(getattr(self, "resources", None), self.workers_key, 1))
 
     def restrict(self, names: Collection[str]) -> Self:
         """Return the settings with only these candidates."""

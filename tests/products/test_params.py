@@ -6,12 +6,14 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+from pipeline import products
 from pipeline.errors import SettingsError
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.params import (
@@ -30,6 +32,13 @@ from tests.fakes.synthetic_images import Look, make_image_product
 from tests.fakes.synthetic_records import NO_BENCHMARK, describe_project
 from tests.fakes.tiny_networks import make_detector, make_upscaler
 from tests.paths import ROOT
+
+
+class Bare(Product):
+    """A product of a kind that says nothing of the machine."""
+
+    kind: Literal["bare"]
+
 
 CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
 TEXT: dict[str, Any] = {
@@ -704,3 +713,14 @@ def test_a_limit_on_speed_asks_for_the_time_of_everything_that_is_released() -> 
     parse_params(limited)
     limited["products"]["agent"]["benchmark"]["candidates"] = []
     assert refusal(limited).startswith("products.agent.benchmark.max_slowdown: expected every released candidate among")
+
+
+def test_a_kind_without_resources_is_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told of a key that its user never wrote."""
+    data = edited("benchmark//max_slowdown", None)
+    kind: Any = SimpleNamespace(settings=Bare, find_problems=lambda product: [])
+    monkeypatch.setitem(products.KINDS, "bare", kind)
+    section = {key: data["products"]["agent"][key] for key in ("reference", "release", "gate")}
+    data["products"] = {"agent": section | {"kind": "bare", "evals": {"x": 1}}}
+    product = parse_params(data).products["agent"]
+    assert product.num_workers == 1 and product.use_workers(4) == product

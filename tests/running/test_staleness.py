@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
-from pipeline.running.staleness import find_stale, read_commands
+from pipeline.running.staleness import find_stale, open_project, read_commands
 
 # of DVC's own
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
@@ -304,3 +305,71 @@ def test_a_foreach_over_the_settings_names_its_stages(clone: Path) -> None:
         ),
     )
     assert read_commands(clone) == {"gate@one": ["judge one x"], "gate@two": ["judge two y"]}
+
+
+@pytest.fixture
+def whole(project: Path, tmp_path: Path) -> Path:
+    """A copy of the project with all that DVC keeps."""
+    root = tmp_path / "whole"
+    shutil.copytree(project, root)
+    return root
+
+
+def repro(root: Path, *names: str) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_"))} | {"DVC_NO_ANALYTICS": "1"}
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", *names], cwd=root, env=kept, check=True)
+
+
+def ask(root: Path, *names: str) -> list[str]:
+    shutil.copy(root / "code.json", root / "build/code.json")
+    with contextlib.chdir(root), open_project() as plan:
+        return [plan(name) for name in names]
+
+
+def test_dvc_skips_what_is_there_and_runs_what_was_edited(whole: Path) -> None:
+    assert ask(whole, "make@a", "make@b", "compare") == ["skip", "skip", "skip"]
+    edit(whole, "code.json", lambda c: c.update(make="2"))
+    # compare would run for what make@a may write: nobody knows yet
+    assert ask(whole, "make@a", "make@b", "compare") == ["run", "run", "skip"]
+    (whole / "build/made/a/data.txt").write_text("2\n")
+    assert ask(whole, "compare") == ["run"]
+
+
+def test_dvc_fetches_from_its_cache_what_was_made_of_the_same_once(whole: Path) -> None:
+    """Making it ahead would be work for nothing."""
+    shutil.rmtree(whole / "build/made/a")
+    assert ask(whole, "make@a") == ["restore"]
+    edit(whole, "code.json", lambda c: c.update(make="2"))
+    assert ask(whole, "make@a") == ["run"], "the run of other inputs is none of these"
+    repro(whole, "make@a")
+    edit(whole, "code.json", lambda c: c.update(make="1"))
+    assert ask(whole, "make@a", "make@b") == ["restore", "skip"]
+    shutil.rmtree(whole / ".dvc/cache/files")
+    assert ask(whole, "make@a") == ["run"]
+
+
+def test_of_a_clone_without_data_dvc_runs_all(clone: Path) -> None:
+    (clone / "build").mkdir()
+    assert ask(clone, "make@a", "make@b") == ["run", "run"]
+
+
+def test_a_frozen_stage_is_left_alone(whole: Path) -> None:
+    edit(whole, "code.json", lambda c: c.update(make="2"))
+    edit(whole, "dvc.yaml", lambda d: d["stages"]["make"]["do"].update(frozen=True))
+    assert ask(whole, "make@a") == ["skip"]
+
+
+def test_asking_changes_nothing(whole: Path) -> None:
+    edit(whole, "code.json", lambda c: c.update(make="2"))
+    shutil.copy(whole / "code.json", whole / "build/code.json")
+    names = ["dvc.lock", "dvc.yaml", "params.yaml", "build/made/a/data.txt"]
+    before = [(whole / name).read_bytes() for name in names]
+    assert ask(whole, "make@a", "make@b") == ["run", "run"]
+    assert [(whole / name).read_bytes() for name in names] == before
+
+
+def test_a_project_that_dvc_can_not_read_is_one_line(clone: Path) -> None:
+    (clone / "build").mkdir()
+    (clone / "dvc.yaml").write_text("stages: [")
+    with pytest.raises(EvidenceError, match="expected stages that DVC can compare"):
+        ask(clone)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import time
 import weakref
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.running import worker_pool
+from pipeline.running.turns import take_turn
 from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
-from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load
+from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load, time_something
 
-DIED = {"owner": "a", "died": "a process ended by itself", "remedy": "lower the batch size"}
+DIED: dict[str, Any] = {"owner": "a", "died": "a process ended by itself", "remedy": "lower the batch size"}
 
 
 def is_running(pid: int) -> bool:
@@ -56,7 +59,7 @@ def test_results_that_were_taken_are_not_kept() -> None:
     """Pixels of a thousand images of SDXL are 3 GB."""
     taken: list[weakref.ref[Large]] = []
     with ThreadPoolExecutor(1) as pool:
-        for _, result in run_tasks(cast("ProcessPoolExecutor", pool), Large, [()] * 5, what="x"):
+        for _, result in run_tasks(pool, Large, [()] * 5, what="x"):
             taken.append(weakref.ref(result))
             del result
             gc.collect()
@@ -122,3 +125,69 @@ def test_tasks_that_wait_are_dropped_when_one_fails() -> None:
         waiting = [pool.submit(time.sleep, 0.2) for _ in range(100)]
         raise RuntimeError
     assert sum(future.cancelled() for future in waiting) > 80
+
+
+@pytest.fixture
+def works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(worker_pool, "_works_here", [])
+    worker_pool.work_here(tmp_path / "turns")
+
+
+@pytest.mark.usefixtures("works_here")
+def test_where_others_work_beside_it_one_worker_is_the_process_itself() -> None:
+    """Another process would import everything once more; each pool loads anew, and nothing of the last is left."""
+    for order in (40, 50):
+        with start_workers(load, order, 1, **DIED) as pool:
+            assert [pool.submit(add, number).result() for number in range(2)] == [
+                (order, os.getpid()),
+                (order + 1, os.getpid()),
+            ]
+    assert not worker_pool._loaded and not worker_pool._place
+
+
+@pytest.mark.usefixtures("works_here")
+@pytest.mark.parametrize(("num_workers", "needs_own"), [(2, False), (1, True)])
+def test_several_workers_and_one_that_needs_it_are_processes_all_the_same(num_workers: int, needs_own: bool) -> None:
+    with start_workers(load, 1, num_workers, **DIED, needs_own_process=needs_own) as pool:
+        assert pool.submit(add, 0).result()[1] != os.getpid()
+
+
+@pytest.mark.usefixtures("works_here")
+def test_what_kept_the_process_itself_from_loading_is_said_once() -> None:
+    with start_workers(load, "quantgate", 1, **DIED) as pool, pytest.raises(CheckpointError, match="found none"):
+        pool.submit(add, 1).result()
+    with start_workers(load, 1, 1, **DIED) as pool:
+        assert pool.submit(add, 1).result()[0] == 2
+
+
+@pytest.mark.usefixtures("works_here")
+def test_two_pools_at_once_are_refused_in_one_process() -> None:
+    """Each would find what the other has loaded."""
+    with (
+        start_workers(load, 1, 1, **DIED),
+        pytest.raises(RuntimeError, match="one pool at a time"),
+        start_workers(load, 2, 1, **DIED),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("works_here")
+def test_memory_that_ends_in_the_process_itself_is_one_line() -> None:
+    with pytest.raises(EngineError, match="^a: .*lower the batch size"), start_workers(load, 1, 1, **DIED) as pool:
+        pool.submit(fail_on_the_gpu, "CUDA out of memory. Tried to allocate 2.00 GiB").result()
+
+
+@pytest.mark.usefixtures("works_here")
+@pytest.mark.parametrize("needs_own", [False, True], ids=["thread", "process"])
+def test_a_task_that_times_something_waits_until_no_other_process_works(tmp_path: Path, needs_own: bool) -> None:
+    """A verdict on speed would rest on what a neighbour did."""
+    with (
+        start_workers(load, 1, 1, **DIED, needs_own_process=needs_own) as pool,
+        ExitStack() as others,
+    ):
+        others.enter_context(take_turn(tmp_path / "turns", alone=False))
+        assert pool.submit(add, 0).result()[0] == 1, "others work on beside it"
+        timed = pool.submit(time_something)
+        assert wait([timed], timeout=0.3).not_done
+        others.close()
+        assert timed.result() == "timed"

@@ -58,6 +58,12 @@ class ImagesKind:
         evaluate = {name: shared | traced.get(name, {}) | torchao.get(name, {}) for name in product.candidates}
         return Inputs(optimize, evaluate, {"reference": product.reference})
 
+    def preload(self, stage: str, product: ImagesProduct, root: Path) -> None:
+        """Import what the stages import."""
+        from pipeline.products.images.preloading import import_libraries
+
+        import_libraries(product, root)
+
     def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:
         """Rewrite weights, and record how the pipeline is run."""
         from pipeline.products.images.candidate import build_image_candidate

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def open_replica(
         build: folder of the product's results.
     """
     source = root / product.candidates[product.reference].checkpoint
-    pools: dict[str, ProcessPoolExecutor] = {}
+    pools: dict[str, Executor] = {}
     with contextlib.ExitStack() as stack:
 
         def draw(shard: Shard) -> int:
@@ -133,7 +133,7 @@ def _run_eval(
     evalset: Evalset,
     again: Sequence[PromptCase],
     candidate: ImageCandidate,
-    pool: ProcessPoolExecutor,
+    pool: Executor,
     journal: Journal,
     folder: Path,
 ) -> None:
@@ -195,7 +195,7 @@ def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[t
 
 
 def _render(
-    name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
+    name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: Executor, journal: Journal
 ) -> None:
     """Render what the journal lacks as workers come free; journal each image, with what is noted of its batch."""
     left = [(batch, category) for batch, category in batches if not all(journal.holds(c.digest) for c in batch)]

@@ -7,7 +7,7 @@ them while the next batch is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class RenderSetup:
     judges: dict[Path, str]  # folder of the reference and of the CLIP -> digest
 
 
-def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[Executor]:
     """Start processes that render; see `worker_pool.start_workers`."""
     return start_workers(
         _load,

@@ -99,6 +99,21 @@ class TextKind:
             benchmark = {**benchmark, "kv_cache_gib": kv_cache_gib}
         return Inputs(optimize, evaluate, benchmark)
 
+    def preload(self, stage: str, product: TextProduct, root: Path) -> None:
+        """Import what the stages import."""
+        if stage == "evaluate":
+            import pipeline.products.text.evals.evaluate
+            from pipeline.products.text.evals.harness import import_library
+
+            for name, settings in product.evals.items():
+                if isinstance(settings, HarnessEval):
+                    import_library(name, settings)
+            return
+        import pipeline.products.text.optimize.candidate
+
+        if any(candidate.steps for candidate in product.candidates.values()):
+            import pipeline.products.text.optimize.llm_compressor  # noqa: F401
+
     def optimize(self, name: str, product: TextProduct, *, root: Path, build: Path) -> str:
         """Quantise, and check what will be served."""
         from pipeline.products.text.optimize.candidate import build_candidate

@@ -61,6 +61,11 @@ class VisionKind:
         traced = {name: {"trace": True} for name, candidate in product.candidates.items() if candidate.trace}
         return Inputs(optimize, {name: shared | traced.get(name, {}) for name in product.candidates})
 
+    def preload(self, stage: str, product: VisionProduct, root: Path) -> None:
+        """Import what the stages import."""
+        import pipeline.products.vision.candidate
+        import pipeline.products.vision.evaluate  # noqa: F401
+
     def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
         """Quantise its weights where that is asked for, and record how the network is run."""
         from pipeline.products.vision.candidate import build_network_candidate

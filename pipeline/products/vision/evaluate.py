@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def open_replica(
         build: folder of the product's results.
     """
     size = candidate.serving.batch_size
-    pools: dict[str, ProcessPoolExecutor] = {}
+    pools: dict[str, Executor] = {}
     with contextlib.ExitStack() as stack:
 
         def run(shard: Shard) -> int:
@@ -135,7 +135,7 @@ def _start(
     evalset: Evalset,
     root: Path,
     cache: Path,
-) -> AbstractContextManager[ProcessPoolExecutor]:
+) -> AbstractContextManager[Executor]:
     """Start the processes that run one eval's pictures."""
     source = product.candidates[product.reference].checkpoint
     categories = _find_categories(settings, evalset)
@@ -160,7 +160,7 @@ def _run_eval(
     name: str,
     settings: DetectionEval | UpscalingEval,
     evalset: Evalset,
-    pool: ProcessPoolExecutor,
+    pool: Executor,
     journal: Journal,
     working: Path,
     batch_size: int,
@@ -187,9 +187,7 @@ def _run_eval(
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
-def _run_batches(
-    name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
-) -> None:
+def _run_batches(name: str, batches: Sequence[Sequence[PictureCase]], pool: Executor, journal: Journal) -> None:
     """Run what the journal lacks as workers come free, and journal each picture; after a failure what still ends."""
     left = [batch for batch in batches if not all(journal.holds(case.digest) for case in batch)]
     for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in left], what=name):

@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.tracing import record_trace
+from pipeline.running.turns import time_alone
 from pipeline.running.worker_pool import choose_gpu, get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
@@ -75,7 +76,7 @@ class _Loaded:
 
 
 @contextlib.contextmanager
-def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
+def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> Iterator[Executor]:
     """Start processes that run pictures; see `worker_pool.start_workers`.
 
     Args:
@@ -91,6 +92,7 @@ def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> It
         died=f"a process that ran pictures ended by itself, perhaps for lack of memory, or as {setup.adapter} ends it",
         remedy=f"lower products.{setup.product}.serving.batch_size or resources.num_workers; finished pictures are "
         "kept, run `dvc repro` to go on",
+        needs_own_process=setup.candidate.serving.compile_mode is not None,  # what is compiled is timed from nothing
     )
     with _compile_into(cache), workers as pool:
         yield pool
@@ -278,6 +280,7 @@ class ShapeBatch:
     num_pictures: int
 
 
+@time_alone
 def measure_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
     """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
 

@@ -53,6 +53,10 @@ class EmbeddingsKind:
         steps = {name: candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
         return Inputs(steps, dict.fromkeys(steps, {"evals": evals, "cases": cases}))
 
+    def preload(self, stage: str, product: EmbeddingsProduct, root: Path) -> None:
+        """Import what the stages import."""
+        import pipeline.products.embeddings.evaluate  # noqa: F401
+
     def optimize(self, name: str, product: EmbeddingsProduct, *, root: Path, build: Path) -> str:
         """Round weights, and record how many dimensions are kept."""
         from pipeline.products.embeddings.candidate import build_embedding_candidate

@@ -1,0 +1,303 @@
+"""Make and evaluate what is out of date side by side, for the stages to take over: the command `quantgate prefetch`.
+
+`dvc repro` runs one stage after another, and each imports torch and its friends anew. Here several candidates are
+worked on at once, each step in a process that has its imports already (`pipeline/running/warm_processes.py`). DVC
+itself says what it would run. Results go where the stages put them. Beside that they are kept under the digest of their
+inputs (`pipeline/running/prefetched.py`). A `dvc repro` afterwards takes them over, checks and judges.
+
+The workers or servers of a candidate are its product's, divided by the number of candidates at work. Where one is left,
+the step's own process does the work. Of several GPUs each candidate is evaluated on its share.
+
+Not covered: benchmark and judgement, which need all candidates. With `execution.kind: ray` a step is sent to the
+cluster, as its stage does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from filelock import FileLock, Timeout
+
+from pipeline.errors import EvidenceError, JournalError, QuantgateError, SettingsError
+from pipeline.products import KINDS
+from pipeline.products.params import Params, list_project_files, load_params
+from pipeline.records.plain_text import format_line
+from pipeline.running.environment import VISIBLE, list_own_gpus
+from pipeline.running.journal import lock_candidate
+from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back, read_watched
+from pipeline.running.stage_code import digest_code
+from pipeline.running.staleness import Plan, open_project, read_commands
+from pipeline.running.warm_processes import WarmProcess
+from pipeline.running.worker_pool import work_here
+from pipeline.settings.base import ENV, Product
+from pipeline.settings.execution import RayExecution
+
+Ask = Callable[[str], Plan]
+_STAGES = ("optimize", "evaluate")
+_TURNS = ENV / "turns"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One step of a candidate, and its share of the machine. The settings are those that stage `env` saw.
+
+    Attributes:
+        stage: "optimize" or "evaluate".
+        candidate: its name.
+        product: that owns the candidate.
+        params: the whole file.
+        watched: by stage what stage `env` found, ahead of all work.
+        num_workers: processes that it may have at once.
+        gpus: that it may be evaluated on, as CUDA_VISIBLE_DEVICES names them; None: all of this process.
+    """
+
+    stage: str
+    candidate: str
+    product: Product
+    params: Params
+    watched: Mapping[str, Mapping[str, str]]
+    num_workers: int
+    gpus: str | None = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How the machine is shared out among the candidates that are worked on at once."""
+
+    params: Params
+    watched: Mapping[str, Mapping[str, Mapping[str, str]]]  # by candidate
+    num_jobs: int
+    gpus: Sequence[str]
+
+    def give(self, name: str, product: Product, place: int) -> Order:
+        """Return the order for a candidate at a place, counted from 0; its stage is to be filled in."""
+        own = self.gpus[place :: self.num_jobs] or self.gpus[place % max(1, len(self.gpus)) :][:1]
+        return Order(
+            stage="",
+            candidate=name,
+            product=product,
+            params=self.params,
+            watched=self.watched[name],
+            num_workers=max(1, product.num_workers // self.num_jobs),
+            gpus=",".join(own) if own else None,
+        )
+
+
+def prefetch(names: Sequence[str], num_jobs: int | None) -> None:
+    """Make and evaluate all that `dvc repro` would.
+
+    Args:
+        names: of products or candidates; none: all.
+        num_jobs: candidates at once; None: as `count_jobs` says.
+
+    Raises:
+        SettingsError: params.yaml is wrong, or a name is not in it.
+        JournalError: another prefetch runs.
+        QuantgateError: candidates failed; what the others made is kept.
+    """
+    with _lock_project():
+        _run_env()
+        params = load_params()
+        candidates = choose_candidates(params, names)
+        watched = {name: {stage: read_watched(stage, name) for stage in _STAGES} for name in candidates}
+        num_jobs = num_jobs or count_jobs(params, candidates.values())
+        if not num_jobs:
+            print("prefetch: `dvc repro` alone takes as long; name the number of candidates at once, as in --jobs 4")
+            return
+        with open_project() as ask, _Workshop() as workshop:
+            failed = _make_all(ask, workshop, candidates, _Share(params, watched, num_jobs, list_own_gpus()))
+    if failed:
+        raise QuantgateError(f"{', '.join(failed)}: failed, as said above; what finished is kept")
+
+
+def choose_candidates(params: Params, names: Sequence[str]) -> dict[str, Product]:
+    """Return the candidates that are named, or of products that are, each with its product; without names all.
+
+    Raises:
+        SettingsError: a name is neither.
+    """
+    owners = {name: product for product in params.products.values() for name in product.candidates}
+    if unknown := [name for name in names if name not in params.products and name not in owners]:
+        raise SettingsError(
+            f"prefetch: expected products ({', '.join(params.products)}) or candidates, got {', '.join(unknown)}"
+        )
+    return {name: product for name, product in owners.items() if not names or name in names or product.name in names}
+
+
+def count_jobs(params: Params, products: Collection[Product]) -> int:
+    """Return how many candidates to work on at once: as many as the product with the fewest has workers.
+
+    0 where nothing is gained: a cluster works for one candidate, or one candidate for the only GPU.
+    """
+    if isinstance(params.execution, RayExecution):
+        return 0
+    num_jobs = min(product.num_workers for product in products)
+    return 0 if num_jobs == 1 and list_own_gpus() else num_jobs
+
+
+@contextlib.contextmanager
+def _lock_project() -> Iterator[None]:
+    """Keep a second prefetch away: it would only wait for the same candidates."""
+    path = ENV / "prefetch.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout:
+        raise JournalError(
+            f"{path}: expected one prefetch at a time, another one runs; wait for it or end it"
+        ) from None
+
+
+def _run_env() -> None:
+    """Run stage `env`, whose digests say what is out of date; it also checks settings, files and memory."""
+    for command in read_commands(Path())["env"]:
+        if subprocess.run(command, shell=True).returncode:
+            raise QuantgateError("stage env: failed, as said above; nothing was made")
+
+
+class _Workshop:
+    """The warm processes, one a kind, each started when its first task comes."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, WarmProcess] = {}
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _Workshop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, order: Order) -> bool:
+        """Carry out one step of a candidate; say whether that worked, and on stderr how it ended."""
+        start = time.monotonic()
+        code = self._find(order.product.kind).run(order.candidate, carry_out, order)
+        if code < 0:
+            how = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
+        else:
+            how = "failed" if code else "done"
+        seconds = time.monotonic() - start
+        print(f"{order.candidate}: {order.stage}: {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
+        return code == 0
+
+    def _find(self, kind: str) -> WarmProcess:
+        with self._lock:
+            if kind not in self._processes or self._processes[kind].is_gone:
+                self._processes[kind] = self._stack.enter_context(WarmProcess(preload))
+            return self._processes[kind]
+
+
+def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: _Share) -> list[str]:
+    """Work on the candidates that are out of date, so many at once; return those that failed."""
+    first = {name: stage for name in candidates if (stage := _find_first_stage(ask, name)) is not None}
+    share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
+    print(
+        f"prefetch: {len(first)} of {len(candidates)} candidates are out of date, {share.num_jobs} at a time",
+        flush=True,
+    )
+    places: SimpleQueue[int] = SimpleQueue()
+    for place in range(share.num_jobs):
+        places.put(place)
+
+    def make(name: str) -> bool:
+        place = places.get()
+        try:
+            return _make_candidate(ask, workshop, first[name], share.give(name, candidates[name], place))
+        except EvidenceError as error:  # DVC can't say
+            print(f"{name}: {format_line(str(error))}", file=sys.stderr, flush=True)
+            return False
+        finally:
+            places.put(place)
+
+    with ThreadPoolExecutor(share.num_jobs) as pool:
+        is_made = list(pool.map(make, first))
+    return [name for name, made in zip(first, is_made, strict=True) if not made]
+
+
+def _find_first_stage(ask: Ask, name: str) -> str | None:
+    """Return the first stage of a candidate that DVC would run; None: none, or its cache has the candidate."""
+    plan = ask(f"optimize@{name}")
+    if plan == "skip":
+        return "evaluate" if ask(f"evaluate@{name}") == "run" else None
+    return "optimize" if plan == "run" else None
+
+
+def _make_candidate(ask: Ask, workshop: _Workshop, first: str, order: Order) -> bool:
+    """Make a candidate, and evaluate it where DVC would, now that it is made; say whether that worked."""
+    if first == "optimize":
+        if not workshop.run(replace(order, stage="optimize")):
+            return False
+        if ask(f"evaluate@{order.candidate}") != "run":
+            return True
+    return workshop.run(replace(order, stage="evaluate"))
+
+
+def preload(order: Order) -> None:
+    """Import what a step needs, in the process that the step's own is a copy of.
+
+    Nothing where there is a GPU, which a copy could not use, nor on macOS, whose libraries don't stand being copied.
+    """
+    digest_code(order.stage, order.product.kind)  # it keeps which files import which
+    if sys.platform == "linux" and not list_own_gpus():
+        KINDS[order.product.kind].preload(order.stage, order.product.restrict([order.candidate]), Path())
+
+
+def carry_out(order: Order) -> None:
+    """Do what a stage does, and keep the result for it.
+
+    Raises:
+        EvidenceError: what it is made of was edited since prefetch began: the process has imported what was there.
+    """
+    if order.gpus is not None and order.stage == "evaluate":
+        os.environ[VISIBLE] = order.gpus
+    work_here(_TURNS)
+    work = Work(order.stage, order.candidate, order.product)
+    inputs = _digest_inputs(order, work)
+    with lock_candidate(order.product.build, order.candidate):
+        if put_back(work, inputs):
+            print(f"{order.stage}: kept from an earlier prefetch")
+            return
+    _run_stage(order)
+    with lock_candidate(order.product.build, order.candidate):
+        if _digest_inputs(order, work) != inputs:
+            raise EvidenceError(f"{work.target}: the candidate was made anew meanwhile; run prefetch again")
+        keep(work, inputs)
+
+
+def _digest_inputs(order: Order, work: Work) -> str:
+    """Return the digest of a step's inputs, which are those that its process has imported and was given."""
+    is_same = read_watched(order.stage, order.candidate) == order.watched[order.stage]
+    if not is_same or not (inputs := digest_inputs_now(work)):
+        raise EvidenceError(f"{work.target}: settings, files or code were edited meanwhile; run prefetch again")
+    return inputs
+
+
+def _run_stage(order: Order) -> None:
+    """Run what the file of the stage runs, here or on a cluster."""
+    name, product, build = order.candidate, order.product, order.product.build
+    own, kind = product.use_workers(order.num_workers), KINDS[product.kind]
+    if isinstance(order.params.execution, RayExecution):
+        from pipeline.products import ray_cluster
+
+        needed = partial(list_project_files, order.params, product, name)
+        on_ray = {"optimize": ray_cluster.build_on_ray, "evaluate": ray_cluster.evaluate_on_ray}[order.stage]
+        with lock_candidate(build, name) if order.stage == "optimize" else contextlib.nullcontext():
+            print(on_ray(order.params.execution, name, build, needed) or "evaluated on the cluster")
+    elif order.stage == "optimize":
+        with lock_candidate(build, name):
+            print(kind.optimize(name, own, root=Path(), build=build))
+    else:
+        kind.evaluate(name, own, root=Path(), build=build)

@@ -1,0 +1,261 @@
+"""`quantgate prefetch` without DVC and without work: what is made in which order, who shares the machine, who fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.errors import EvidenceError, JournalError, SettingsError
+from pipeline.products import KINDS, prefetch
+from pipeline.products.params import Params, load_params
+from pipeline.products.prefetch import Order, choose_candidates, count_jobs
+from pipeline.running.prefetched import read_watched
+from pipeline.running.stage_code import digest_code, list_code
+from pipeline.settings.execution import LocalExecution, RayExecution
+from tests.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return load_params(ROOT / "params.yaml")
+
+
+class Workshop:
+    """Writes down what it is asked for."""
+
+    def __init__(self, failing: tuple[str, ...] = ()) -> None:
+        self.failing = failing
+        self.asked: list[str] = []
+        self.orders: list[Order] = []
+
+    def run(self, order: Order) -> bool:
+        """Fail where it is asked to."""
+        self.orders.append(order)
+        self.asked.append(f"{order.stage}@{order.candidate}")
+        return self.asked[-1] not in self.failing
+
+
+def make_all(
+    params: Params, plans: Mapping[str, str], *, failing: tuple[str, ...] = (), num_jobs: int = 1
+) -> tuple[list[str], Workshop]:
+    """Make the candidates of `people`; return those that failed, and the workshop."""
+
+    def ask(name: str) -> Any:
+        if plans.get(name) == "error":
+            raise EvidenceError("DVC can't say")
+        return plans.get(name, "skip")
+
+    workshop: Any = Workshop(failing)
+    share = prefetch._Share(params, defaultdict(dict), num_jobs, ())
+    return prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share), workshop
+
+
+def test_products_and_candidates_are_chosen_by_name(params: Params) -> None:
+    assert list(choose_candidates(params, [])) == [n for p in params.products.values() for n in p.candidates]
+    assert list(choose_candidates(params, ["tiled", "people"])) == [*params.products["people"].candidates, "tiled"]
+    with pytest.raises(SettingsError, match="expected products .*agent.* or candidates, got other, wrong"):
+        choose_candidates(params, ["people", "other", "wrong"])
+
+
+def test_what_dvc_would_run_is_made_and_nothing_else(params: Params) -> None:
+    """What it has in its cache, it fetches itself; what comes out as it was needs no new evaluation."""
+    plans = {
+        "optimize@people": "run",
+        "evaluate@people": "run",
+        "evaluate@people-again": "run",
+        "optimize@int8": "run",
+        "optimize@compiled": "restore",
+        "evaluate@compiled": "run",
+        "evaluate@bf16-channels-last": "restore",
+    }
+    failed, workshop = make_all(params, plans)
+    assert not failed
+    assert workshop.asked == ["optimize@people", "evaluate@people", "evaluate@people-again", "optimize@int8"]
+
+
+def test_one_that_fails_is_named_and_stops_no_other(params: Params) -> None:
+    plans = {f"{stage}@{name}": "run" for stage in ("optimize", "evaluate") for name in ("people", "int8", "compiled")}
+    plans["evaluate@compiled"] = "error"
+    failed, workshop = make_all(params, plans, failing=("optimize@people",))
+    assert failed == ["people", "compiled"]
+    assert workshop.asked == ["optimize@people", "optimize@int8", "evaluate@int8", "optimize@compiled"]
+
+
+def test_as_many_as_asked_work_at_once_and_share_the_machine(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = {f"evaluate@{name}": "run" for name in ("people", "int8", "compiled")}
+    barrier = threading.Barrier(3)
+    monkeypatch.setattr(Workshop, "run", lambda self, order: bool(self.orders.append(order) or barrier.wait(60) + 1))
+    failed, workshop = make_all(params, plans, num_jobs=8)
+    assert not failed and len(workshop.orders) == 3
+    assert {order.num_workers for order in workshop.orders} == {max(1, params.products["people"].num_workers // 3)}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_jobs", "shares"),
+    [
+        ((), 2, [None, None]),
+        (("0", "1", "2", "3"), 2, ["0,2", "1,3"]),
+        (("0", "1"), 3, ["0", "1", "0"]),
+        (("GPU-ab",), 2, ["GPU-ab", "GPU-ab"]),
+    ],
+)
+def test_each_candidate_has_its_gpus(
+    params: Params, gpus: tuple[str, ...], num_jobs: int, shares: list[str | None]
+) -> None:
+    share = prefetch._Share(params, defaultdict(dict), num_jobs, gpus)
+    people = params.products["people"]
+    assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
+
+
+def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
+    product = params.products["agent"].use_workers(5)
+    numbers = [
+        prefetch._Share(params, defaultdict(dict), num, ()).give("agent", product, 0).num_workers
+        for num in (1, 2, 3, 8)
+    ]
+    assert numbers == [5, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "execution", "workers", "num_jobs"),
+    [
+        ((), LocalExecution(), [4, 3], 3),
+        ((), LocalExecution(), [1, 3], 1),  # imports are saved all the same
+        (("0",), LocalExecution(), [1], 0),
+        (("0", "1"), LocalExecution(), [2, 2], 2),
+        ((), RayExecution(kind="ray"), [4], 0),
+    ],
+)
+def test_it_takes_as_many_jobs_as_help(
+    params: Params,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[str, ...],
+    execution: LocalExecution | RayExecution,
+    workers: list[int],
+    num_jobs: int,
+) -> None:
+    """More than a product's workers would need memory that nobody has looked at."""
+    monkeypatch.setattr(prefetch, "list_own_gpus", lambda: gpus)
+    products = [params.products["agent"].use_workers(number) for number in workers]
+    assert count_jobs(replace(params, execution=execution), products) == num_jobs
+
+
+@pytest.mark.parametrize("given", ["0", "-2", "four", "1.5", ""])
+def test_a_number_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prefetch", f"--jobs={given}"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantgate: --jobs: expected auto, or how many candidates at once, such as 4, got ")
+
+
+def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with prefetch._lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):
+        prefetch.prefetch([], 1)
+
+
+def test_nothing_is_made_where_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefetch, "read_commands", lambda _: {"env": ["exit 1"]})
+    with pytest.raises(Exception, match="^stage env: failed, as said above; nothing was made$"):
+        prefetch.prefetch([], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_imported_ahead_is_no_code_of_a_stage(kind: str) -> None:
+    """Else an edit of one stage's code would make the other one stale, too."""
+    optimize, evaluate = (set(list_code(stage, kind, ROOT)) for stage in ("optimize", "evaluate"))
+    assert evaluate - optimize and optimize - evaluate
+    assert not any("prefetch.py" in path or "preload" in path for path in optimize | evaluate)
+
+
+PRELOAD = """
+import os, sys
+from pathlib import Path
+from pipeline.products import KINDS
+from pipeline.products.params import load_params
+product = next(p for p in load_params().products.values() if p.kind == sys.argv[1])
+for stage in ("optimize", "evaluate"):
+    KINDS[product.kind].preload(stage, product, Path())
+threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+import torch
+print(torch.cuda.is_initialized(), len(threads))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("kind", KINDS)
+def test_imports_leave_a_process_that_can_be_copied(kind: str) -> None:
+    """A thread of torch that a copy lacks would be waited for forever. OpenBLAS mends its own, and has none here."""
+    numbers = {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", PRELOAD, kind],
+        cwd=ROOT,
+        env=os.environ | numbers,
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    is_initialized, num_threads = child.stdout.splitlines()[-1].split()
+    assert is_initialized == "False"
+    assert int(num_threads) <= 2  # itself, and one of jemalloc, which mends its own as well
+
+
+def edit_settings() -> None:
+    write_inputs("2", CODE)
+
+
+def edit_code() -> None:
+    write_inputs("1", "of another day")
+
+
+CODE = digest_code("optimize", "vision")
+
+
+def write_inputs(steps: str, code: str) -> None:
+    path = Path("build/env/inputs.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"optimize": {"people": {"steps": steps, "code": code}}}))
+
+
+@pytest.mark.parametrize("edit", [edit_settings, edit_code])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_was_edited_since_it_began_is_not_kept(
+    params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, edit: Callable[[], None], is_early: bool
+) -> None:
+    """Stage env, run in another terminal, knows the edit; the process has the settings and the code of before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefetch, "work_here", lambda _: None)
+    write_inputs("1", CODE)
+    people = params.products["people"]
+    edits = [edit]
+
+    def make(_: Order) -> None:
+        target = people.build / "candidates/people"
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "candidate.json").write_text("{}")
+        while edits:
+            edits.pop()()
+
+    monkeypatch.setattr(prefetch, "_run_stage", make)
+    watched = {"people": {"optimize": read_watched("optimize", "people")}}
+    order = replace(prefetch._Share(params, watched, 1, ()).give("people", people, 0), stage="optimize")
+    if is_early:
+        edits.pop()()
+    with pytest.raises(EvidenceError, match="were edited meanwhile; run prefetch again"):
+        prefetch.carry_out(order)
+    seal = people.build / "prefetched/optimize/people.json"
+    assert not seal.exists()
+    write_inputs("1", CODE)
+    prefetch.carry_out(order)
+    assert seal.is_file()

@@ -1,0 +1,73 @@
+"""Tasks in copies of one process: what a copy begins with, what it leaves, how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.running.warm_processes import LOST, WarmProcess
+from tests.fakes import warm_tasks
+
+
+@pytest.fixture
+def warm() -> Iterator[WarmProcess]:
+    with WarmProcess(warm_tasks.prepare) as process:
+        yield process
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_each_task_begins_with_the_imports_and_with_nothing_of_another(capfd: pytest.CaptureFixture[str]) -> None:
+    """A thread count, a seed or a session that is left over would change the next candidate's bytes."""
+    with WarmProcess(warm_tasks.prepare) as warm:
+        assert [warm.run(word, warm_tasks.show_state, word) for word in "abc"] == [0, 0, 0]
+    assert capfd.readouterr().out.splitlines() == [f"{word}: prepared unset" for word in "abc"]
+
+
+def test_each_line_begins_with_the_label_of_its_task(capfd: pytest.CaptureFixture[str]) -> None:
+    with WarmProcess(warm_tasks.prepare) as warm:
+        assert warm.run("int4", warm_tasks.print_lines, "") == 0
+    assert capfd.readouterr().out.splitlines() == ["int4: one", "int4: two", "int4: three", "int4: four"]
+
+
+def test_what_a_user_can_act_on_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with WarmProcess(warm_tasks.prepare) as warm:
+        assert [warm.run(label, warm_tasks.fail, word) for label, word in (("a", "user"), ("b", "ours"))] == [1, 1]
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "a: serving: expected x"
+    assert lines[1] == "b: Traceback (most recent call last):" and lines[-1] == "b: ZeroDivisionError: a mistake"
+
+
+def test_a_task_that_is_killed_costs_no_other(warm: WarmProcess) -> None:
+    assert warm.run("a", warm_tasks.end_by_signal, "") == -9
+    assert warm.run("b", warm_tasks.show_state, "b") == 0
+    assert not warm.is_gone
+
+
+def test_imports_that_fail_are_for_the_task_to_meet(warm: WarmProcess) -> None:
+    """It says which candidate needs the library, and other candidates may not."""
+    assert warm.run("a", warm_tasks.show_state, "broken") == 0
+
+
+def test_tasks_run_side_by_side(warm: WarmProcess, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        codes = list(threads.map(lambda label: warm.run(label, warm_tasks.meet, "", tmp_path, 3), "abc"))
+    assert codes == [0, 0, 0]
+
+
+def test_tasks_end_with_the_warm_process(warm: WarmProcess, tmp_path: Path) -> None:
+    """One that goes on would hold its candidate's lock, and write beside the next run."""
+    assert warm.run("a", warm_tasks.kill_parent_and_wait, "", tmp_path / "pid") == LOST
+    assert warm.is_gone
+    assert warm.run("b", warm_tasks.show_state, "b") == LOST
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
