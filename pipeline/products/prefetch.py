@@ -273,7 +273,7 @@ def carry_out(order: Order) -> None:
     _run_stage(order)
     with lock_candidate(order.product.build, order.candidate):
         if _digest_inputs(order, work) != inputs:
-            raise EvidenceError(f"{work.target}: the candidate was made anew meanwhile; run prefetch again")
+            raise EvidenceError(f"{work.target}: the candidate was removed or made anew meanwhile; run prefetch again")
         keep(work, inputs)
 
 
