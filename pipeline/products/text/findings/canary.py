@@ -197,13 +197,13 @@ def describe_canary(compared: CanaryComparison) -> str:
 
 
 def describe_batching(compared: CanaryComparison, dtype: str) -> str:
-    """Say what batching changed of the answers; nothing in float32, where it changes none.
+    """Say what batching changed of the answers; nothing in float32 where it changed none, as is usual.
 
     Args:
         compared: of the candidate.
         dtype: that it is served in.
     """
-    if dtype == "float32":
+    if dtype == "float32" and not compared.num_unstable:
         return ""
     return (
         f"Served in {dtype}: who shares a batch can turn a near tie. Batches changed {compared.num_unstable} of "

@@ -87,7 +87,7 @@ class Server:
         self._manager.init_cb(model, self._generation_config(use_cache=False))
 
     async def probe(self) -> None:
-        """Prove that chats render, and that answers are greedy: equal to each other and, in float32, to `generate`.
+        """Prove that chats render, and that answers are greedy: equal to each other and, where exact, to `generate`.
 
         Raises:
             EngineError: the chat template fails, nothing can be generated, the answers differ, or no token
@@ -103,8 +103,8 @@ class Server:
             problem = describe_gpu_failure(error, remedy=self._remedy)
             problem = problem or f"{error}; when memory is short, {self._remedy}"
             raise EngineError(f"{loaded.name}: generation ended on its first request: {problem}") from None
-        # the first one filled the cache of prompts: in half precision the others alone are computed alike
-        alike = answers if loaded.serving.dtype == "float32" else answers[1:]
+        # the first one filled the cache of prompts: where a last bit counts the others alone are computed alike
+        alike = answers if loaded.is_exact else answers[1:]
         if other := next((answer for answer in alike if answer != alike[0]), None):
             raise EngineError(
                 f"{loaded.name}: the same prompt gave {alike[0]!r}, then {other!r}; the server is not greedy"
@@ -113,7 +113,7 @@ class Server:
             counts = [self._manager.take_counts(f"probe-{i}") for i in range(NUM_PROBES)]
             if not counts[0].num_drafted:
                 raise EngineError(f"{loaded.name}: asked for speculation by {counts[0].method}, drafted no token")
-        if loaded.serving.dtype != "float32":
+        if not loaded.is_exact:
             return
         inputs = torch.tensor([prompt], device=loaded.scorer.device)
         plain = loaded.scorer.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=PROBE_TOKENS)

@@ -53,6 +53,15 @@ class LoadedModel:
     draft: Any | None = None  # the draft model of speculative decoding
 
     @property
+    def is_exact(self) -> bool:
+        """Whether an answer is the same in any batch: in float32, unless a last bit can turn a whole step of an input.
+
+        It can where inputs are imitated in few bits on a GPU, which sums otherwise for each shape of a batch.
+        """
+        is_stepped = "imitated" in self.facts["engine"] and self.model.device.type == "cuda"
+        return self.serving.dtype == "float32" and not is_stepped
+
+    @property
     def fingerprint(self) -> str:
         """Sha256 of the facts."""
         return fingerprint(self.facts)

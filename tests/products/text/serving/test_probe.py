@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving import app
+from pipeline.products.text.serving.loading import LoadedModel
 
 FIRST, CACHED, OTHER = [1, 2], [1, 3], [1, 4]
 
 
-def probe(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]], *, dtype: str) -> None:
+def probe(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[list[int]],
+    *,
+    dtype: str,
+    device: str = "cpu",
+    is_imitated: bool = False,
+) -> None:
     monkeypatch.setattr(app, "check_template", lambda _: None)
     server = app.Server.__new__(app.Server)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=100))
     serving = SimpleNamespace(dtype=dtype, context_length=64, concurrency=2)
-    model = SimpleNamespace(config=config)
-    loaded = SimpleNamespace(name="m", tokenizer=None, model=model, serving=serving)
+    model: Any = SimpleNamespace(config=config, device=torch.device(device))
+    engine = {"engine": {"imitated": {"int8 inputs": 2}} if is_imitated else {}}
+    sides: dict[str, Any] = {"model": model, "scorer": model, "serving": serving, "batching": None}
+    loaded = LoadedModel("m", tokenizer=None, facts=engine, config={}, **sides)
     monkeypatch.setattr(server, "loaded", loaded, raising=False)
     monkeypatch.setattr(server, "_manager", None, raising=False)
     left = iter(answers)
@@ -42,3 +54,15 @@ def test_half_precision_may_change_with_a_cached_prompt_but_not_between_two_of_t
 def test_float32_gives_one_answer_whatever_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"gave \[1, 2\], then \[1, 3\]; the server is not greedy"):
         probe(monkeypatch, [FIRST, CACHED, CACHED], dtype="float32")
+
+
+@pytest.mark.parametrize(("device", "is_imitated"), [("cpu", True), ("cuda", False)])
+def test_float32_is_exact_unless_a_gpu_imitates_inputs(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_imitated: bool
+) -> None:
+    """A last bit turns a step of an input there: the server of W8A8 was refused as one that samples."""
+    probe(monkeypatch, [FIRST, CACHED, CACHED], dtype="float32", device="cuda", is_imitated=True)
+    with pytest.raises(EngineError, match="the server is not greedy"):
+        probe(monkeypatch, [FIRST, CACHED, OTHER], dtype="float32", device="cuda", is_imitated=True)
+    with pytest.raises(EngineError, match="the server is not greedy"):
+        probe(monkeypatch, [FIRST, CACHED, CACHED], dtype="float32", device=device, is_imitated=is_imitated)
