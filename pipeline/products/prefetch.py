@@ -46,6 +46,7 @@ from pipeline.settings.execution import RayExecution
 Ask = Callable[[str], Plan]
 _STAGES = ("optimize", "evaluate")
 _TURNS = ENV / "turns"
+_WAITING = "OMP_WAIT_POLICY"  # changes no result
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def prefetch(names: Sequence[str], num_jobs: int | None) -> None:
         if not num_jobs:
             print("prefetch: `dvc repro` alone takes as long; name the number of candidates at once, as in --jobs 4")
             return
+        # threads of one step that wait for each other by spinning take the cores from the other steps: CPU time halves
+        os.environ.setdefault(_WAITING, "passive")
         with open_project() as ask, _Workshop() as workshop:
             failed = _make_all(ask, workshop, candidates, _Share(params, watched, num_jobs, list_own_gpus()))
     if failed:
