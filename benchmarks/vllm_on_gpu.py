@@ -227,7 +227,11 @@ def main() -> int:
     parser.add_argument("--command", nargs="+", default=["vllm", "serve"], help="that runs `vllm serve`")
     parser.add_argument("--version", default="0.26.0")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--int4", type=Path, help="folder of the same model in INT4")
+    parser.add_argument(
+        "--int4",
+        type=Path,
+        help="checkpoint folder of the same model in INT4, as build/PRODUCT/candidates/NAME/checkpoint",
+    )
     parser.add_argument("--draft", type=Path, help="folder of the draft model")
     parser.add_argument("--speculation", nargs="*", choices=SPECULATION, default=())
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=tuple(DTYPES), help="of --speculation")

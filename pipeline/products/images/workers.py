@@ -6,6 +6,7 @@ them while the next batch is drawn.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -112,6 +113,8 @@ def read_facts() -> dict[str, Any]:
 
 
 def _load(setup: RenderSetup) -> Loaded:
+    # the U-Net and a decode ask for pieces of other sizes: else a quarter of what is taken lies idle
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     torch.backends.cudnn.allow_tf32 = False  # the decode in float32 is what others are compared with

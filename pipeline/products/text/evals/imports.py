@@ -14,12 +14,15 @@ from pathlib import Path
 
 
 def list_modules(files: Iterable[Path]) -> list[Path]:
-    """Return the files and all local modules that they import, directly or not."""
+    """Return the files and all local modules that they import, directly or not.
+
+    What lies beside the record of an installation is no local module: of `pip install --target`, or of the system.
+    """
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots = [
         path
         for path in (Path(entry).resolve() for entry in sys.path)
-        if path.is_dir() and not _is_below(path, installed)
+        if path.is_dir() and not _is_below(path, installed) and not any(path.glob("*.dist-info"))
     ]
     waiting, seen = [path.resolve() for path in files], set()
     while waiting:

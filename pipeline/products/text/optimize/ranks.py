@@ -26,6 +26,7 @@ from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.settings import QuantizeStep
+from pipeline.running.worker_pool import end_with_parent
 
 _STORE = "store"  # the file by which ranks find each other
 
@@ -93,7 +94,7 @@ def _find_cause(order: RankOrder, ended: int) -> str:
 
 def _run_rank(rank: int, order: RankOrder) -> None:
     """Quantise as one of several; the first rank writes the checkpoint."""
-    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
+    threading.Thread(target=end_with_parent, daemon=True, name="parent-watch").start()
     try:
         with contextlib.redirect_stdout(open(os.devnull, "w")):  # the stage prints losses once
             log = _quantize(rank, order)
@@ -143,13 +144,6 @@ def _quantize(rank: int, order: RankOrder) -> StepLog:
     dist.barrier()
     dist.destroy_process_group()  # not after an error, which others would then tell first
     return log
-
-
-def _end_with_parent() -> None:
-    """End when the stage is gone: ranks wait for each other and would not notice."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-    os._exit(1)
 
 
 def _name(order: RankOrder, rank: int, what: str) -> Path:
