@@ -13,7 +13,7 @@ if [ ! -x $bin/quantgate ]; then
     "${PYTHON:-python3}" -m venv .venv-demo
     $bin/python -m pip install -qq --disable-pip-version-check .
 fi
-set -- examples/first_verdict/reference examples/first_verdict/gptq-short --metric accuracy --metric completed \
+set -- examples/first_verdict/agent examples/first_verdict/gptq-short --metric accuracy --metric completed \
     --bucket constraint_retention=0.06 --html demo.html
 echo "quantgate compare $*"
 code=0

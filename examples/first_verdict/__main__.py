@@ -2,7 +2,7 @@
 
     python -m examples.first_verdict
 
-A table for each eval and side: a case's name, its cluster, its buckets and its score. The reference is the agent as it
+A table for each eval and side: a case's name, its cluster, its buckets and its score. The reference, `agent`, is as it
 came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic texts.
 """
 
@@ -16,7 +16,7 @@ from pipeline.records.evaluations import CaseRecord, read_cases
 
 BUILD = Path("build/agent/evaluations")
 HERE = Path(__file__).parent
-SIDES = ("reference", "gptq-short")
+SIDES = ("agent", "gptq-short")
 SCORES = {"choices": "accuracy", "workflows": "completed"}  # of each eval: the score that is kept
 
 
