@@ -48,6 +48,13 @@ class ExplainedFlip(Record):
     margin: float | None = None  # nat, by which the reference's token was ahead of the second most likely one there
     why_no_margin: str = ""
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is anything to set side by side: pictures, or texts on some side."""
+        return None in (self.reference, self.candidate) or any(
+            side and side.text for side in (self.reference, self.candidate)
+        )
+
 
 class LostCases(Record):
     """The cases that lost most of one comparison that counts no flips, as a table."""
@@ -79,6 +86,8 @@ class Explanation(Record):
 
 def describe_place(flip: ExplainedFlip) -> str:
     """Say where two outputs first differ, and how far the token there was ahead of the next one, where known."""
+    if not flip.has_outputs:
+        return "the records hold no outputs"
     if flip.character is None:
         return "the outputs are equal" if flip.token is None else f"the texts are equal, token {flip.token} is not"
     place = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
