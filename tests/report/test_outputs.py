@@ -327,8 +327,16 @@ def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseCom
 def test_records_without_outputs_are_not_called_equal(compared: ReleaseComparison, text: str, said: str) -> None:
     """Tables need have none, and a reader was told of a canary that nobody ran."""
     passage = Passage(before=text, marked="", after="", num_before=0, num_after=0)
-    sides = {"prompt": passage, "reference": passage, "candidate": passage}
-    flip = ExplainedFlip(kind="loss", eval_name="e", case_id="1", buckets=(), why_no_margin="not asked", **sides)
+    flip = ExplainedFlip(
+        kind="loss",
+        eval_name="e",
+        case_id="1",
+        buckets=(),
+        prompt=passage,
+        reference=passage,
+        candidate=passage,
+        why_no_margin="not asked",
+    )
     shown = CandidateExplanation(candidate="bad", folder="f", flips=(flip,), lost=())
     page = render_html(compared.judgement, Explanation(candidates=(shown,)), {})
     assert said in page and ("margin not known: not asked" in page) == bool(text)
