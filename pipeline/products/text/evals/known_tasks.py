@@ -89,14 +89,17 @@ def _read_memory(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _watch_reads() -> Iterator[set[Path]]:
-    """Collect the files that are opened and the folders that are searched, less those of Python and the system."""
+    """Collect the files that are opened and the folders that are searched, less those of Python and the system.
+
+    Where modules are imported from, what is installed is searched for by `imports.py`: whatever is read there counts.
+    """
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     aside = (*installed, Path("/usr/share/zoneinfo"), *map(Path, _SYSTEM))
-    reads: set[Path] = set()
+    sources, reads = {Path(os.path.realpath(entry)) for entry in sys.path}, set[Path]()
 
     def note(name: str) -> None:
         path = Path(os.path.realpath(name))
-        if not any(path.is_relative_to(folder) for folder in aside):
+        if path not in sources and not any(path.is_relative_to(folder) for folder in aside):
             reads.add(path)
 
     if not _listeners:
