@@ -160,10 +160,12 @@ def _start(connection: Connection, number: int, label: str, function: Callable[.
 
 def _finish(task: _Task) -> int:
     """Print the rest, and return the exit code."""
+    task.process.join()  # its end is told before the system has closed what it wrote to
     while task.print_new():
         pass
+    if task.line:  # somebody whom it started holds its output open
+        os.write(1, f"{task.label}: ".encode() + task.line + b"\n")
     os.close(task.output)
-    task.process.join()
     code: int = task.process.exitcode
     return code
 
