@@ -15,6 +15,7 @@ cluster, as its stage does.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,7 @@ from pipeline.settings.execution import RayExecution
 Ask = Callable[[str], Plan]
 _STAGES = ("optimize", "evaluate")
 _TURNS = ENV / "turns"
+_RWLOCK = Path(".dvc/tmp/rwlock")
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
 
 
@@ -156,11 +158,26 @@ def _lock_project() -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path, timeout=0):
+            _remove_half_a_lock()
             yield
     except Timeout:
         raise JournalError(
             f"{path}: expected one prefetch at a time, another one runs; wait for it or end it"
         ) from None
+
+
+def _remove_half_a_lock() -> None:
+    """Remove DVC's list of readers and writers where a kill left half of it: DVC would refuse all work from then on."""
+    for wait_s in (0.5, 0.0):  # a DVC that runs may be writing it
+        try:
+            json.loads(_RWLOCK.read_text(encoding="utf-8"))
+            return
+        except FileNotFoundError:
+            return
+        except ValueError:
+            time.sleep(wait_s)
+    print(f"prefetch: {_RWLOCK} was left half written by a run that was killed, and is removed", file=sys.stderr)
+    _RWLOCK.unlink(missing_ok=True)
 
 
 def _run_env() -> None:

@@ -259,3 +259,17 @@ def test_what_was_edited_since_it_began_is_not_kept(
     write_inputs("1", CODE)
     prefetch.carry_out(order)
     assert seal.is_file()
+
+
+@pytest.mark.parametrize("content", ["", '{"a": ', "{}"])
+def test_half_a_lock_that_a_kill_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """DVC writes it in place, and refused all work after a kill in between."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(".dvc/tmp/rwlock")
+    prefetch._remove_half_a_lock()  # none is there
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    prefetch._remove_half_a_lock()
+    assert path.exists() == (content == "{}") and bool(capsys.readouterr().err) == (content != "{}")
