@@ -118,12 +118,19 @@ class _Task:
         except BlockingIOError:
             return False
         *lines, self.line = (self.line + data).split(b"\n")
-        if not data and self.line:
-            lines.append(self.line)
-            self.line = b""
         for line in lines:
-            os.write(1, f"{self.label}: ".encode() + line + b"\n")
+            self._print(line)
         return bool(data)
+
+    def print_rest(self) -> None:
+        """Print what came to the end, also of a line that has none."""
+        while self.print_new():
+            pass
+        if self.line:
+            self._print(self.line)
+
+    def _print(self, line: bytes) -> None:
+        os.write(1, f"{self.label}: ".encode() + line + b"\n")
 
 
 def _serve(connection: Connection, prepare: Callable[..., None]) -> None:
@@ -161,10 +168,7 @@ def _start(connection: Connection, number: int, label: str, function: Callable[.
 def _finish(task: _Task) -> int:
     """Print the rest, and return the exit code."""
     task.process.join()  # its end is told before the system has closed what it wrote to
-    while task.print_new():
-        pass
-    if task.line:  # somebody whom it started holds its output open
-        os.write(1, f"{task.label}: ".encode() + task.line + b"\n")
+    task.print_rest()
     os.close(task.output)
     code: int = task.process.exitcode
     return code

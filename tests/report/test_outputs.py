@@ -7,6 +7,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -304,19 +305,15 @@ def test_a_summary_is_short_and_whole(compared: ReleaseComparison, explanation: 
     assert len(render_summary(large, explanation).encode()) < MAX_SUMMARY_BYTES
 
 
+def make_flip(text: str, **more: Any) -> ExplainedFlip:
+    """Return a lost case whose prompt and outputs are one text."""
+    passage = Passage(before=text, marked="", after="", num_before=0, num_after=0)
+    named: dict[str, Any] = {"kind": "loss", "eval_name": "e", "case_id": "1", "buckets": ()}
+    return ExplainedFlip(prompt=passage, reference=passage, candidate=passage, **named, **more)
+
+
 def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseComparison) -> None:
-    passage = Passage(before="é" * 90_000, marked="", after="", num_before=0, num_after=0)
-    flip = ExplainedFlip(
-        kind="loss",
-        eval_name="e",
-        case_id="1",
-        buckets=(),
-        prompt=passage,
-        reference=passage,
-        candidate=passage,
-        line=0,
-        character=0,
-    )
+    flip = make_flip("é" * 90_000, line=0, character=0)
     large = Explanation(candidates=(CandidateExplanation(candidate="bad", folder="f", flips=(flip,), lost=()),))
     text = render_summary(compared.judgement, large)
     assert len(text.encode()) < MAX_SUMMARY_BYTES + 100
@@ -326,17 +323,7 @@ def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseCom
 @pytest.mark.parametrize(("text", "said"), [("", "the records hold no outputs"), ("a", "the outputs are equal")])
 def test_records_without_outputs_are_not_called_equal(compared: ReleaseComparison, text: str, said: str) -> None:
     """Tables need have none, and a reader was told of a canary that nobody ran."""
-    passage = Passage(before=text, marked="", after="", num_before=0, num_after=0)
-    flip = ExplainedFlip(
-        kind="loss",
-        eval_name="e",
-        case_id="1",
-        buckets=(),
-        prompt=passage,
-        reference=passage,
-        candidate=passage,
-        why_no_margin="not asked",
-    )
+    flip = make_flip(text, why_no_margin="not asked")
     shown = CandidateExplanation(candidate="bad", folder="f", flips=(flip,), lost=())
     page = render_html(compared.judgement, Explanation(candidates=(shown,)), {})
     assert said in page and ("margin not known: not asked" in page) == bool(text)
