@@ -31,7 +31,7 @@ from pipeline.settings.base import Product
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600
-_NOT_COPIED = shutil.ignore_patterns(
+NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "mlartifacts", "mlflow.db", "reports", "release", "shards", "journal"
 )
 
@@ -342,7 +342,7 @@ def main() -> None:
     product = find_owner(load_params(), options.candidate, kind=Product).name
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
-        shutil.copytree(ROOT, home / "serial", ignore=_NOT_COPIED)
+        shutil.copytree(ROOT, home / "serial", ignore=NOT_COPIED)
         start = time.monotonic()
         subprocess.run(
             [sys.executable, "-m", "stages.evaluate", options.candidate],
@@ -355,7 +355,7 @@ def main() -> None:
         print("| fault | s | what came of it |\n|---|---:|---|", flush=True)
         for name in options.only:
             folder = home / name / "project"
-            shutil.copytree(ROOT, folder, ignore=_NOT_COPIED)
+            shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
             shutil.rmtree(folder / "build" / product / "evaluations", ignore_errors=True)
             trial = Trial(folder, product, options.candidate, options.nodes)
             start = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import diffusers
@@ -12,10 +11,10 @@ import transformers
 import pipeline.products.images.batches
 import pipeline.products.images.candidate
 import pipeline.products.images.evaluate  # noqa: F401
+from pipeline.products.images.folders import read_index
 from pipeline.products.images.settings import ImagesProduct
 
 _JUDGES = {"transformers": ("AutoTokenizer", "CLIPImageProcessor", "CLIPModel")}
-_INDEX = "model_index.json"  # of a pipeline: the library and the class of each part
 
 
 def import_libraries(product: ImagesProduct, root: Path) -> None:
@@ -24,8 +23,8 @@ def import_libraries(product: ImagesProduct, root: Path) -> None:
         package.utils.logging.set_verbosity_error()
     wanted = {(library, name) for library, names in _JUDGES.items() for name in names}
     for folder in {root / candidate.checkpoint for candidate in product.candidates.values()}:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = read_index(folder)
         wanted.add(("diffusers", index["_class_name"]))
-        wanted |= {tuple(part) for part in index.values() if isinstance(part, list) and part[0]}
+        wanted |= {tuple(part) for part in index.values() if isinstance(part, list)}
     for library, name in sorted(wanted):
         getattr(importlib.import_module(library), name)

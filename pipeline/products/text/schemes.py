@@ -23,6 +23,7 @@ _LEAST_SHARED = 4  # weights that have a scale: with fewer it takes more room th
 _ITEM_BYTES = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 Part = tuple[str, tuple[int, ...]]  # type as safetensors spells it, and shape
+CACHE_SCALES = ("k_scale", "v_scale")  # of a calibrated cache, in each layer of attention
 
 
 class NumberFormat(Settings):
@@ -193,6 +194,24 @@ def _find_input_problems(inputs: NumberFormat) -> Iterator[str]:
 def build_cache_format(strategy: str) -> NumberFormat:
     """Return how a cache of 8-bit floats is stored: a calibrated scale a layer or a head, or one from each token."""
     return NumberFormat.model_validate(_float(8, strategy, dynamic=strategy == "token"))
+
+
+def shape_cache_scales(cache: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of each of `CACHE_SCALES`: a number a layer, or one a head.
+
+    Args:
+        cache: its numbers, in the fields of `NumberFormat`.
+        config: config.json, of a composite model too.
+    """
+    text = config.get("text_config") or config
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    return (heads, 1, 1) if cache.get("strategy") == "attn_head" else (1,)
+
+
+def format_parts(parts: Mapping[str, Part]) -> str:
+    """Write what is stored of a layer in one line: name, type and shape of each tensor."""
+    shown = (f"{name} {dtype} {'x'.join(map(str, shape))}".strip() for name, (dtype, shape) in sorted(parts.items()))
+    return ", ".join(shown) or "no tensors"
 
 
 def scale_shape(weights: NumberFormat, shape: tuple[int, int]) -> tuple[int, ...]:

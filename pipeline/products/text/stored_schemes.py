@@ -21,14 +21,21 @@ from pydantic import ValidationError
 
 from pipeline.errors import CheckpointError
 from pipeline.products.text.layer_names import find_attention, is_embedding, name_layer
-from pipeline.products.text.schemes import Part, Scheme, StoredGroups, read_format
+from pipeline.products.text.schemes import (
+    CACHE_SCALES,
+    Part,
+    Scheme,
+    StoredGroups,
+    format_parts,
+    read_format,
+    shape_cache_scales,
+)
 from pipeline.running.weight_files import TensorInfo
 
 _FLOATS = ("F32", "F16", "BF16")
 _NOT_KNOWN = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # layouts of sparse weights
 _MARKS = ("weight_packed", "weight_scale")  # a layer that has one of them is quantised, as one of small numbers is
 _SMALL = ("I8", "U8", "F8_E4M3")
-_CACHE_SCALES = ("k_scale", "v_scale")
 _PER_LAYER = ((), (1,))  # shapes of a scale that a whole layer shares
 
 Parts = dict[str, TensorInfo]  # the tensors of a layer by the last part of their name
@@ -122,7 +129,7 @@ def _check_group(
     if is_quantised and group is None:
         raise CheckpointError(
             f"{path}: expected each quantised layer in one of config_groups and not in ignore, found {layer!r} "
-            f"({_format(_describe(parts))}); correct the groups, or copy both files from one source"
+            f"({format_parts(_describe(parts))}); correct the groups, or copy both files from one source"
         )
     # routers and the like are no linear layers, and no name shows it: only one that others are like can be missing
     if (
@@ -134,7 +141,7 @@ def _check_group(
     ):
         raise CheckpointError(
             f"{path}: expected the layer {layer!r} quantised, as config_groups say and others of its name are, "
-            f"found {_format(_describe(parts))}; name it in ignore, or copy both files from one source"
+            f"found {format_parts(_describe(parts))}; name it in ignore, or copy both files from one source"
         )
 
 
@@ -154,12 +161,12 @@ def _check_parts(path: Path, layer: str, parts: Parts, group: Mapping[str, Any],
     if not wanted:
         raise CheckpointError(
             f"{path}: layer {layer!r}: expected a width that the groups of {scheme.name} divide, found "
-            f"{_format(found)}; name it in ignore when it is quantised"
+            f"{format_parts(found)}; name it in ignore when it is quantised"
         )
     if not any(_agree(found, one) for one in wanted):
         raise CheckpointError(
-            f"{path}: layer {layer!r}: expected {_format(wanted[0])}, as {scheme.name} has them, found "
-            f"{_format(found)}; copy weights and config from one source"
+            f"{path}: layer {layer!r}: expected {format_parts(wanted[0])}, as {scheme.name} has them, found "
+            f"{format_parts(found)}; copy weights and config from one source"
         )
 
 
@@ -205,20 +212,15 @@ def _agree(found: Mapping[str, Part], wanted: Mapping[str, Part]) -> bool:
     )
 
 
-def _format(parts: Mapping[str, Part]) -> str:
-    shown = (f"{name} {dtype} {'x'.join(map(str, shape))}".strip() for name, (dtype, shape) in sorted(parts.items()))
-    return ", ".join(shown) or "no tensors"
-
-
 def _check_cache(path: Path, config: Mapping[str, Any], layers: Mapping[str, Parts]) -> None:
     """Refuse a calibrated cache whose scales are missing: engines take 1 for them."""
     cache = config["quantization_config"].get("kv_cache_scheme")
     if not isinstance(cache, dict) or cache.get("dynamic"):
         return
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    shapes = ((heads, 1, 1),) if cache.get("strategy") == "attn_head" else _PER_LAYER
+    shape = shape_cache_scales(cache, config)
+    shapes = _PER_LAYER if shape in _PER_LAYER else (shape,)
     for layer in find_attention(layers):
-        for part in _CACHE_SCALES:
+        for part in CACHE_SCALES:
             if "output_scale" in layers.get(f"{layer}.{part[0]}_proj", {}):  # as releases before 0.10 wrote it
                 continue
             info = layers.get(layer, {}).get(part)

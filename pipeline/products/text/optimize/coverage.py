@@ -15,13 +15,12 @@ from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.layer_names import name_layer
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
-from pipeline.products.text.schemes import NumberFormat, Part
+from pipeline.products.text.schemes import CACHE_SCALES, NumberFormat, format_parts, shape_cache_scales
 from pipeline.records.digests import TEXT_FILES, digest_file
 from pipeline.records.evaluations import LayerCoverage
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CACHE_SCALES = ("k_scale", "v_scale")
 _QUANTISED = ("weight_packed", "weight_scale")  # a layer that has one of them is not dense
 
 
@@ -47,7 +46,7 @@ def check_coverage(folder: Path, *, source: Path, plan: LayerPlan, log: StepLog)
         parts.setdefault(name_layer(layer, kind), {})[part] = info
     for layer, layer_parts in parts.items():
         is_unasked = any(part in layer_parts for part in _QUANTISED) and layer not in plan.asked
-        if is_unasked or (any(part in layer_parts for part in _CACHE_SCALES) and layer not in plan.cached):
+        if is_unasked or (any(part in layer_parts for part in CACHE_SCALES) and layer not in plan.cached):
             raise QuantizationError(f"{folder}: layer {layer!r} was quantised, but the step did not ask for it")
     return tuple(_cover_layers(folder, plan, parts, log))
 
@@ -63,8 +62,8 @@ def _cover_layers(
         wanted = scheme.list_parts(shape, float_type=float_type)
         if {part: (info.dtype, info.shape) for part, info in stored.items()} != wanted:
             raise QuantizationError(
-                f"{folder}: layer {layer!r}: expected {scheme.name} as {_format_parts(wanted)}, "
-                f"found {_format_parts({part: (info.dtype, info.shape) for part, info in stored.items()})}"
+                f"{folder}: layer {layer!r}: expected {scheme.name} as {format_parts(wanted)}, "
+                f"found {format_parts({part: (info.dtype, info.shape) for part, info in stored.items()})}"
             )
         yield LayerCoverage(
             layer=layer,
@@ -90,15 +89,10 @@ def _cover_layers(
 def _cover_caches(folder: Path, plan: LayerPlan, parts: dict[str, dict[str, TensorInfo]]) -> Iterator[LayerCoverage]:
     if plan.cache is None:
         return
-    wanted: dict[str, tuple[int, ...]] = {}
-    if not plan.cache.dynamic:
-        text = read_config(folder)
-        text = text.get("text_config") or text  # of a composite model
-        heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
-        shape: tuple[int, ...] = (heads, 1, 1) if plan.cache.strategy == "attn_head" else (1,)
-        wanted = dict.fromkeys(_CACHE_SCALES, shape)
+    shape = shape_cache_scales(plan.cache.model_dump(), read_config(folder))
+    wanted = {} if plan.cache.dynamic else dict.fromkeys(CACHE_SCALES, shape)
     for layer in plan.cached:
-        found = {part: info for part, info in parts.get(layer, {}).items() if part in _CACHE_SCALES}
+        found = {part: info for part, info in parts.get(layer, {}).items() if part in CACHE_SCALES}
         if (shapes := {part: info.shape for part, info in found.items()}) != wanted:
             raise QuantizationError(
                 f"{folder}: layer {layer!r}: expected scales of keys and values of shapes {wanted}, found {shapes}"
@@ -146,8 +140,3 @@ def _check_text_files(folder: Path, source: Path) -> None:
 
 def _digest_if_there(path: Path) -> str | None:
     return digest_file(path) if path.is_file() else None
-
-
-def _format_parts(parts: dict[str, Part]) -> str:
-    shown = (f"{part} {dtype} {'x'.join(map(str, shape))}" for part, (dtype, shape) in sorted(parts.items()))
-    return ", ".join(shown) or "no tensors"

@@ -16,9 +16,9 @@ from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.layer_names import name_layer
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.schemes import CACHE_SCALES
 from pipeline.running.weight_files import open_weights, read_tensors
 
-_SCALES = ("k_scale", "v_scale")  # of a cache; `ranges.py` has them
 _MAX_ROUNDINGS = 4  # of a tensor that scales were moved into, which is rounded with each
 
 
@@ -39,7 +39,7 @@ def check_kept(folder: Path, *, source: Path, plan: LayerPlan, log: StepLog) -> 
         for name in read_tensors(folder):
             stored, _, part = name.rpartition(".")
             layer = name_layer(stored, kind)
-            if layer in plan.asked or part in _SCALES or name not in known:
+            if layer in plan.asked or part in CACHE_SCALES or name not in known:
                 continue
             found = read(name)
             expected = read_source(name).to(found.dtype)  # a file may hold several types, and a model is loaded in one

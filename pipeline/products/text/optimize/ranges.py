@@ -16,7 +16,7 @@ from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.layer_names import name_layer
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
-from pipeline.products.text.schemes import NumberFormat
+from pipeline.products.text.schemes import CACHE_SCALES, NumberFormat
 from pipeline.running.weight_files import open_weights, read_tensors
 
 MAX_OFF = 0.02  # relative; scales in bfloat16 are rounded by 0.4 %
@@ -50,7 +50,7 @@ def _find_range(layer: str, part: str, plan: LayerPlan, log: StepLog) -> Iterato
     scheme = plan.schemes.get(layer)
     if part in ("input_scale", "input_global_scale") and scheme and scheme.input_activations:
         yield log.ranges.get(f"{layer}.input"), scheme.input_activations
-    if part in ("k_scale", "v_scale") and plan.cache:
+    if part in CACHE_SCALES and plan.cache:
         yield log.ranges.get(f"{layer}.{part[0]}"), plan.cache
 
 
