@@ -75,7 +75,8 @@ class TextKind:
         from pipeline.records.digests import digest_folder
         from pipeline.running.kept_digests import digest_watched
 
-        texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
+        folder = product.optimize.calibration_texts
+        texts = None if folder is None else digest_folder(root / folder, ignore=NOTES)
         shared = {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "cases": digest_evalsets(product, root),
