@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Watched
+from pipeline.product import Inputs, Start, Watched
 from pipeline.products.text.settings import (
     HarnessEval,
     PerplexityEval,
@@ -35,6 +35,13 @@ class TextKind:
         "tool_calls": ToolCallsEval,
         "trajectories": TrajectoriesEval,
     }
+    start_options: Mapping[str, str] = {}
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Return the smallest settings that run, and example cases."""
+        from pipeline.products.text.start import start_text
+
+        return start_text(name, checkpoint, root)
 
     def find_problems(self, product: TextProduct) -> list[str]:
         """Return what contradicts itself in the settings."""
