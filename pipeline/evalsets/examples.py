@@ -1,6 +1,7 @@
 """An evalset of made-up cases, sealed, as a product starts with: its user puts cases of their own in their place.
 
-There are as many as the gate takes at least, so that a first run gives a verdict. They prove next to nothing.
+There are as many as the gate takes at least, so that a first run gives a verdict. No release is judged by them: it
+would pin them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import CARD_FILE
 from pipeline.evalsets.cases import CASES_FILE
+from pipeline.settings.base import Product
+from pipeline.settings.yaml_files import read_yaml
+
+_MADE_BY = "quantgate init"
 
 COLOURS = ("blue", "green", "red", "white", "black", "yellow", "brown", "grey")
 NUMBERS = (2, 3, 4, 6)  # with the colours 32 cases: the gate takes 30 clusters at least
@@ -48,7 +54,7 @@ def build_evalset(
         "licence": "CC0-1.0",
         "kind": kind,
         "description": f"{len(cases)} made-up examples of the format, for a first run.",
-        "made_by": "quantgate init",
+        "made_by": _MADE_BY,
         "cluster": cluster,
         **more,
         "num_cases": len(cases),
@@ -65,3 +71,19 @@ def build_evalset(
     yaml.dump(card, text)
     files = {folder / name: content for name, content in (pictures or {}).items()}
     return files | {folder / CASES_FILE: lines, folder / CARD_FILE: text.getvalue().encode()}
+
+
+def check_own_cases(product: Product, root: Path) -> None:
+    """Refuse an eval whose cases are examples still.
+
+    Raises:
+        SettingsError: one has them.
+    """
+    for settings in product.evals.values():
+        folder = getattr(settings, "evalset", None) or getattr(settings, "include_path", None)
+        card = root / str(folder) / CARD_FILE
+        if folder and card.is_file() and read_yaml(card).get("made_by") == _MADE_BY:
+            raise SettingsError(
+                f"{folder}: expected cases of your own before a release, which pins them, found the examples of "
+                f"`{_MADE_BY}`; replace them, and say in {CARD_FILE} who made yours (made_by)"
+            )

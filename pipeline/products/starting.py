@@ -186,7 +186,7 @@ def _describe(name: str, start: Start, removed: Collection[str]) -> list[str]:
     gone = f"; removed {', '.join(removed)}: their models and evalsets are still there" if removed else ""
     return [
         f"{PARAMS}: added product {name} with candidates {candidates}; examples are in {' and '.join(folders)}{gone}",
-        f"next: `dvc repro gate@{name}` runs the examples to a first verdict; they are too few to ship by",
+        f"next: `dvc repro gate@{name}` runs the examples to a first verdict; nothing is released by them",
         f"then: put your own cases into {folders[0]}/cases.jsonl, and run `python -m evalsets.seal {folders[0]}`",
         "then: set the tolerances, see by `make plan` what your cases can prove, and run `make repro`",
     ]

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.errors import QuantgateError, SettingsError
+from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.preflight import check_gates
 from pipeline.products.params import load_params
 from pipeline.products.starting import init_product
@@ -91,6 +92,8 @@ def test_what_a_kind_starts_with_is_taken_by_all_checks(
     product = load_params().products["bot"]
     assert {name: own.kind for name, own in product.evals.items()} == evals
     assert check_gates([product], Path()) == []
+    with pytest.raises(SettingsError, match="expected cases of your own before a release"):
+        check_own_cases(product, Path())
     changes = difflib.ndiff(before.splitlines(), Path("params.yaml").read_text().splitlines())
     assert not [line for line in changes if line.startswith("-")]
 
@@ -164,6 +167,11 @@ def test_the_shipped_products_go_with_all_that_git_holds_of_their_runs(project: 
 def test_the_shipped_products_are_those_of_params_yaml() -> None:
     """One that the list forgets would stay in a user's project."""
     assert set(SHIPPED) == set(load_params(ROOT / "params.yaml").products)
+
+
+def test_the_shipped_cases_may_be_released_by() -> None:
+    for product in load_params(ROOT / "params.yaml").products.values():
+        check_own_cases(product, ROOT)
 
 
 def test_what_git_could_not_bring_back_is_not_removed(project: Path) -> None:
