@@ -1,8 +1,9 @@
-"""The command `quantgate`: the gate on records that others made, and on a project's own, and work ahead of `dvc repro`.
+"""The command `quantgate`: the gate on records of others and of a project, work ahead of `dvc repro`, and a start.
 
     quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
     quantgate gate [PRODUCT]
     quantgate prefetch [PRODUCT|CANDIDATE ...] [--jobs 4]
+    quantgate init NAME --kind text --checkpoint FOLDER [--remove-shipped]
     quantgate --version
 
 `python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
@@ -111,6 +112,28 @@ def prefetch(options: argparse.Namespace) -> int:
     gc.enable()
     make(options.names, None if options.jobs == "auto" else _count("--jobs", options.jobs))
     return 0
+
+
+def init(options: argparse.Namespace) -> int:
+    """Start a product in params.yaml, and say what to do next."""
+    from pipeline.products.starting import init_product
+
+    given = {name: value for name in _list_start_options() if (value := getattr(options, name)) is not None}
+    lines = init_product(
+        options.name,
+        options.kind,
+        options.checkpoint,
+        given,
+        root=Path(),
+        remove_shipped=options.remove_shipped,
+    )
+    print("\n".join(lines))
+    return 0
+
+
+def _list_start_options() -> dict[str, str]:
+    """Return the options that a kind has beside those of every kind, with their help."""
+    return {name: f"of kind {own}: {text}" for own, kind in KINDS.items() for name, text in kind.start_options.items()}
 
 
 def _count(option: str, value: str) -> int:
@@ -256,7 +279,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")
-    commands = parser.add_subparsers(required=True, metavar="{compare,gate,prefetch}")
+    commands = parser.add_subparsers(required=True, metavar="{compare,gate,prefetch,init}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
     own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
     own.add_argument("product", nargs="?", metavar="PRODUCT", help="of params.yaml; needed where there are several")
@@ -266,7 +289,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ahead.add_argument("names", nargs="*", metavar="PRODUCT|CANDIDATE", help="of params.yaml; none: all")
     ahead.add_argument("--jobs", default="auto", metavar="N", help="candidates at once (auto: the product's workers)")
     ahead.set_defaults(run=prefetch)
+    _add_init(commands.add_parser("init", help="start a product of your own in params.yaml, with example cases"))
     return parser.parse_args(argv)
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Everything is checked before anything is written; `git diff` shows what was."
+    parser.add_argument("name", metavar="NAME", help="of the product: lower-case letters, digits and dashes")
+    parser.add_argument("--kind", required=True, metavar="|".join(KINDS))
+    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of the project, or of a hub (hf://...)")
+    for name, text in _list_start_options().items():
+        parser.add_argument(f"--{name}", help=text)
+    parser.add_argument("--remove-shipped", action="store_true", help="take the shipped products out of the project")
+    parser.set_defaults(run=init)
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:

@@ -39,11 +39,34 @@ class Inputs:
     benchmark: Watched = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a new product starts with (`quantgate init`).
+
+    Attributes:
+        section: of `products` in params.yaml, with its comments.
+        candidates: those of `candidates`, likewise.
+        files: an evalset of example cases, and what else it names; contents by path from the root.
+    """
+
+    section: str
+    candidates: str
+    files: Mapping[Path, bytes]
+
+
 class Kind(Protocol[P]):
     """A kind of product: its settings and their checks, the work of its stages, and who judges and shows it."""
 
     settings: type[P]
     evals: Mapping[str, type[Eval]]  # the settings of each kind of eval, which say what it measures
+    start_options: Mapping[str, str]  # what `start_product` may be told beside name and checkpoint, with a line of help
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Return the smallest settings of a new product that run, as its checkpoint allows them, and example cases.
+
+        Raises:
+            QuantgateError: the checkpoint can't be used, or an option is missing or wrong.
+        """
 
     def find_problems(self, product: P) -> list[str]:
         """Return what contradicts itself in params.yaml, one line each, starting with the key from the product."""

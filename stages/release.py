@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
 from pipeline.gate.wording import use_metrics
@@ -26,6 +27,7 @@ KEY = "QUANTGATE_SIGNING_KEY"
 def main(argv: list[str]) -> int:
     """Write and register the release of the product named on the command line."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
+    check_own_cases(product, Path())
     build, bundle, verdict = product.build, RELEASE / product.name, product.reports / VERDICT_FILE
     judgement = read_record(verdict, Judgement)
     check_marker(build / "gate.ok", judgement, verdict)

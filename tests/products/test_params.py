@@ -685,6 +685,21 @@ def test_a_benchmark_needs_an_eval_that_chats() -> None:
     assert not parse(data).chat_evals
 
 
+def test_sections_that_a_product_has_no_use_for_may_be_left_out() -> None:
+    """Each was demanded with made-up numbers of a model that neither chats nor calibrates."""
+    data = copy.deepcopy(VALID)
+    product = data["products"]["agent"]
+    product["gate"] |= {"tolerances": {"choices/accuracy": {"overall": 0.02}}, "tripwires": {}}
+    product["evals"] = {"choices": product["evals"]["choices"]}
+    for key in ("optimize", "resources", "canary", "benchmark"):
+        del product[key]
+    data["candidates"]["awq"]["steps"] = data["candidates"]["int4"]["steps"] = []
+    agent = get_product(parse_params(data), "agent", kind=TextProduct)
+    assert agent.benchmark.candidates == [] and agent.list_rules()["grid"] == {}
+    data["candidates"]["int4"] = VALID["candidates"]["int4"]
+    assert refusal(data).startswith("candidates.int4.steps.0.calibration: expected texts to calibrate on, found no ")
+
+
 def test_black_images_must_have_a_tolerance() -> None:
     data = describe_project(make_image_product({"half": Look()}, "half"))
     parse_params(data)

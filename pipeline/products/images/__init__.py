@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs
+from pipeline.product import Inputs, Start
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
@@ -23,6 +23,13 @@ class ImagesKind:
 
     settings = ImagesProduct
     evals: Mapping[str, type[Eval]] = {"images": ImagesEval}
+    start_options: Mapping[str, str] = {"clip": "folder of the CLIP that judges the pictures"}
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Return the smallest settings that run, and example cases."""
+        from pipeline.products.images.start import start_images
+
+        return start_images(name, checkpoint, root, clip=options.get("clip"))
 
     def find_problems(self, product: ImagesProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

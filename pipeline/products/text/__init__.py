@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Watched
+from pipeline.product import Inputs, Start, Watched
 from pipeline.products.text.settings import (
     HarnessEval,
     PerplexityEval,
@@ -35,6 +35,13 @@ class TextKind:
         "tool_calls": ToolCallsEval,
         "trajectories": TrajectoriesEval,
     }
+    start_options: Mapping[str, str] = {}
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Return the smallest settings that run, and example cases."""
+        from pipeline.products.text.start import start_text
+
+        return start_text(name, checkpoint, root)
 
     def find_problems(self, product: TextProduct) -> list[str]:
         """Return what contradicts itself in the settings."""
@@ -75,7 +82,8 @@ class TextKind:
         from pipeline.records.digests import digest_folder
         from pipeline.running.kept_digests import digest_watched
 
-        texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
+        folder = product.optimize.calibration_texts
+        texts = None if folder is None else digest_folder(root / folder, ignore=NOTES)
         shared = {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "cases": digest_evalsets(product, root),

@@ -57,9 +57,8 @@ def check_text(product: TextProduct, root: Path) -> None:
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
     load = cache(load_evalset)  # two evals may name one folder
-    texts = load_kind(
-        load, root / product.optimize.calibration_texts, product.locate("optimize.calibration_texts"), "documents"
-    )
+    folder, where = product.optimize.calibration_texts, product.locate("optimize.calibration_texts")
+    texts = None if folder is None else load_kind(load, root / folder, where, "documents")
     check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
     for name, candidate in product.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts, root, check_folder)
@@ -73,7 +72,11 @@ def check_text(product: TextProduct, root: Path) -> None:
 
 
 def _check_candidate(
-    where: str, candidate: CandidateSettings, texts: Evalset, root: Path, check_folder: Callable[[Path, bool], None]
+    where: str,
+    candidate: CandidateSettings,
+    texts: Evalset | None,
+    root: Path,
+    check_folder: Callable[[Path, bool], None],
 ) -> None:
     try:
         folder = locate_checkpoint(candidate.checkpoint, root)
@@ -87,7 +90,7 @@ def _check_candidate(
         _check_heads(where, candidate.engine.tensor_parallel_size, folder)
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
-        if isinstance(step, WeightStep) and step.calibration is not None:
+        if isinstance(step, WeightStep) and step.calibration is not None and texts is not None:
             _check_calibration(f"{at}.calibration", step.calibration, texts)
         try:
             _check_folders(step, folder, root)

@@ -49,6 +49,13 @@ def find_text_problems(product: TextProduct) -> list[str]:
         for name, c in product.candidates.items()
         for problem in _quantising_problems(c.steps)
     ]
+    problems += [
+        f"candidates.{name}.steps.{i}.calibration: expected texts to calibrate on, found no products.{product.name}."
+        "optimize.calibration_texts; name an evalset of kind documents that nothing is evaluated on"
+        for name, c in product.candidates.items()
+        for i, step in enumerate(c.steps)
+        if isinstance(step, WeightStep) and step.calibration and product.optimize.calibration_texts is None
+    ]
     problems += _imitation_problems(product)
     problems += [
         f"candidates.{name}.engine.{problem}"

@@ -306,8 +306,8 @@ class CandidateSettings(Settings):
 class OptimizeSettings(Settings):
     """What all optimisation steps share."""
 
-    calibration_texts: str  # an evalset folder of kind `documents`
-    num_threads: int = Field(ge=1, le=256)  # torch threads
+    calibration_texts: str | None = None  # an evalset folder of kind `documents`; None: no step calibrates
+    num_threads: int = Field(default=1, ge=1, le=256)  # torch threads
 
 
 class ServingSettings(Settings):
@@ -337,15 +337,16 @@ class ResourceSettings(Settings):
 
     num_servers: int = Field(default=1, ge=1, le=64)  # over the GPUs that are visible; params.yaml: as `execution` says
     kv_cache_gib: float | None = Field(default=None, gt=0)  # of the embedded engine; None: as much as helps and fits
-    request_timeout_s: float = Field(gt=0)
-    start_timeout_s: float = Field(gt=0)
+    request_timeout_s: float = Field(default=300, gt=0)
+    start_timeout_s: float = Field(default=600, gt=0)
 
 
 class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
-    num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
-    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes; such a path must be noticed
+    num_prompts: int = Field(default=100, ge=8, le=10_000)  # spread over the evals that chat
+    # of answers that another path changes; such a path must be noticed
+    target_rate: float = Field(default=0.05, ge=0.001, lt=0.5)
     session_calls: int = Field(default=5, ge=1)  # of a user's session, over which a rate is stated
 
 
@@ -435,19 +436,22 @@ class BenchmarkSettings(Settings):
         return Work(**self.model_dump(include=set(Work.model_fields)))
 
 
+NOTHING_TIMED = BenchmarkSettings(candidates=[], concurrency=[1], prompt_tokens=[[1, 2]], num_tokens=2, rounds=6)
+
+
 class TextProduct(Product):
     """A product of kind `text`: checkpoints of language models, served and asked."""
 
     takes_hub_models = True
     workers_key = "num_servers"
     kind: Literal["text"]
-    optimize: OptimizeSettings
+    optimize: OptimizeSettings = OptimizeSettings()
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
-    resources: ResourceSettings
-    canary: CanarySettings
+    resources: ResourceSettings = ResourceSettings()
+    canary: CanarySettings = CanarySettings()
     evals: dict[str, EvalSettings] = Field(min_length=1)
-    benchmark: BenchmarkSettings
+    benchmark: BenchmarkSettings = NOTHING_TIMED
 
     @property
     def chat_evals(self) -> dict[str, ChatEval]:
@@ -467,7 +471,9 @@ class TextProduct(Product):
             "exact": tuple(name for name, c in self.candidates.items() if c.exact),
             "benchmarked": tuple(self.benchmark.candidates),
             "max_slowdown": limit,
-            "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
+            "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"})
+            if self.benchmark.candidates
+            else {},
             "timed": () if limit is None else tuple(self.release),
         }
 

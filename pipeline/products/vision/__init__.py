@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs
+from pipeline.product import Inputs, Start
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
@@ -24,6 +24,16 @@ class VisionKind:
 
     settings = VisionProduct
     evals: Mapping[str, type[Eval]] = {"detection": DetectionEval, "upscaling": UpscalingEval}
+    start_options: Mapping[str, str] = {
+        "task": "detection or upscaling",
+        "adapter": "Python file of the network; else the only one in its folder",
+    }
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Return the smallest settings that run, and example cases."""
+        from pipeline.products.vision.start import start_network
+
+        return start_network(name, checkpoint, root, task=options.get("task"), adapter=options.get("adapter"))
 
     def find_problems(self, product: VisionProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

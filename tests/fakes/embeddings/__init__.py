@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import SettingsError
-from pipeline.product import Inputs
+from pipeline.product import Inputs, Start
 from pipeline.products.embeddings.settings import EmbeddingsProduct, RetrievalEval, find_embedding_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
@@ -28,6 +28,11 @@ class EmbeddingsKind:
 
     settings = EmbeddingsProduct
     evals: Mapping[str, type[Eval]] = {"retrieval": RetrievalEval}
+    start_options: Mapping[str, str] = {}
+
+    def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
+        """Refuse: nobody starts with a kind of a test."""
+        raise SettingsError("--kind: expected a kind that gives a start, got embeddings; write the section by hand")
 
     def find_problems(self, product: EmbeddingsProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

@@ -102,7 +102,8 @@ def _rewrite_weights(
     steps: Sequence[Step], source: Path, product: TextProduct, *, working: Path, root: Path
 ) -> tuple[Checkpoint, list[StepResult]]:
     """Apply steps, describe the checkpoint that they made, and say on stderr how long each phase took."""
-    calibration_set = load_evalset(root / product.optimize.calibration_texts)
+    texts = product.optimize.calibration_texts
+    calibration_set = None if texts is None else load_evalset(root / texts)
     _pin_threads(product.optimize.num_threads)
     open_checkpoint(source)
     # the source is digested beside the work: hashing lets other threads run, and cores are free where a GPU works
@@ -119,7 +120,9 @@ def _rewrite_weights(
     return made, results
 
 
-def _apply_steps(steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset) -> list[StepResult]:
+def _apply_steps(
+    steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset | None
+) -> list[StepResult]:
     results = []
     current = source
     for number, step in enumerate(steps, start=1):

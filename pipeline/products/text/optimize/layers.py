@@ -22,7 +22,7 @@ from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
 
-_GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
+GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt")
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -231,7 +231,7 @@ def _check_widths(plan: LayerPlan) -> None:
     key, size, inputs = "group_size", scheme.weights.group_size, scheme.input_activations
     if inputs and (not size or all(width % size == 0 for _, width in wrong.values())):
         key, size = "input_activations.group_size", inputs.group_size
-    sizes = _GROUP_SIZES if key == "group_size" and not scheme.weights.scale_dtype else ()
+    sizes = GROUP_SIZES if key == "group_size" and not scheme.weights.scale_dtype else ()
     fits = [g for g in sizes if all(shape[1] % g == 0 for shape in plan.asked.values())]
     offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
     shown = ", ".join(f"{name} ({width})" for name, (_, width) in list(wrong.items())[:3])

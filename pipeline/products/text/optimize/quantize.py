@@ -57,7 +57,7 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
-def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration_set: Evalset) -> StepResult:
+def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration_set: Evalset | None) -> StepResult:
     """Quantise the checkpoint at `source` into the new folder `destination`.
 
     GPTQ: Frantar, Ashkboos, Hoefler, Alistarh 2022, arXiv 2210.17323, algorithm 1; `activation_order` is
@@ -69,7 +69,7 @@ def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration
         source: a dense checkpoint.
         destination: must not exist.
         step: algorithm, schemes, exclusions and calibration.
-        calibration_set: an evalset of kind "documents".
+        calibration_set: an evalset of kind "documents"; None where the step calibrates nothing.
 
     Raises:
         QuantizationError: the step can't be done, or its output is not what was asked for.
@@ -114,10 +114,10 @@ def quantize(source: Path, destination: Path, *, step: QuantizeStep, calibration
     return StepResult(coverage, tuple(log.fallbacks), record, files=files, seconds=log.phases.seconds)
 
 
-def _select_samples(calibration_set: Evalset, tokenizer: Any, step: QuantizeStep, source: Path) -> list[list[int]]:
-    if step.calibration is None:
+def _select_samples(texts: Evalset | None, tokenizer: Any, step: QuantizeStep, source: Path) -> list[list[int]]:
+    if step.calibration is None or texts is None:
         return []
-    return select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
+    return select_samples(texts, tokenizer, step.calibration, vocab_size=embedding_rows(source))
 
 
 def _check_output(

@@ -1,0 +1,232 @@
+"""`quantgate init`: what a new user would trip over, and what must not be lost of a project."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.errors import QuantgateError, SettingsError
+from pipeline.evalsets.examples import check_own_cases
+from pipeline.gate.preflight import check_gates
+from pipeline.products.params import load_params
+from pipeline.products.starting import init_product
+from pipeline.products.text.start import choose_step
+from pipeline.records.digests import digest_file
+from pipeline.settings.yaml_blocks import add_entry, remove_entries
+from pipeline.settings.yaml_files import read_yaml
+from tests.fakes.hollow_llama import SHAPES, write_hollow_llama
+from tests.paths import ROOT
+
+FILES = ("params.yaml", "pyproject.toml", "dvc.lock", "dvc.yaml")
+SHIPPED = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["quantgate"]["shipped"])
+UPSCALER = {"task": "upscaling"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What `init` reads of a clone, under git."""
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "models/agent", tmp_path / "models/agent")
+    for name in ("upscaler", "people", "product-shots", "product-shots-clip"):
+        (tmp_path / "models" / name).symlink_to(ROOT / "models" / name)
+    shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("release", "reports", "metrics"):
+        for name in SHIPPED:
+            (tmp_path / folder / name).mkdir(parents=True)
+            (tmp_path / folder / name / "kept.txt").write_text(name)
+    run = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
+    for words in (
+        ("init", "--quiet"),
+        ("add", *FILES, "release", "reports", "metrics"),
+        ("commit", "--quiet", "-m", "clone"),
+    ):
+        subprocess.run([*run, *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def snapshot(root: Path) -> dict[Path, str]:
+    """Return every file, but git's own, and what is in it."""
+    return {path: digest_file(path) for path in root.rglob("*") if path.is_file() and ".git" not in path.parts}
+
+
+def drop_template(root: Path) -> str:
+    """Make the agent a model that can't chat."""
+    (root / "models/agent").rename(root / "models/base")
+    (root / "models/base/chat_template.jinja").unlink()
+    return "models/base"
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint", "options", "evals"),
+    [
+        ("text", "models/agent", {}, {"calls": "tool_calls", "documents": "perplexity"}),
+        ("text", drop_template, {}, {"choices": "harness", "documents": "perplexity"}),
+        ("vision", "models/upscaler", UPSCALER, {"pictures": "upscaling"}),
+        ("vision", "models/people", {"task": "detection"}, {"pictures": "detection"}),
+        ("images", "models/product-shots", {"clip": "models/product-shots-clip"}, {"prompts": "images"}),
+    ],
+    ids=["chat", "base", "upscaler", "detector", "images"],
+)
+def test_what_a_kind_starts_with_is_taken_by_all_checks(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    checkpoint: str | Callable[[Path], str],
+    options: dict[str, str],
+    evals: dict[str, str],
+) -> None:
+    """Nine commands failed before a first verdict: each check that a stage makes must hold of what is written."""
+    monkeypatch.chdir(project)
+    folder = checkpoint if isinstance(checkpoint, str) else checkpoint(project)
+    before = Path("params.yaml").read_text()
+    init_product("bot", kind, folder, options, root=Path())
+    product = load_params().products["bot"]
+    assert {name: own.kind for name, own in product.evals.items()} == evals
+    assert check_gates([product], Path()) == []
+    with pytest.raises(SettingsError, match="expected cases of your own before a release"):
+        check_own_cases(product, Path())
+    changes = difflib.ndiff(before.splitlines(), Path("params.yaml").read_text().splitlines())
+    assert not [line for line in changes if line.startswith("-")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "checkpoint", "options", "said"),
+    [
+        ("agent", "text", "models/agent", {}, "products.agent: expected a new name, it is in params.yaml already"),
+        ("awq-long", "text", "models/agent", {}, "candidates.awq-long: expected a new name, 'agent' has it already"),
+        ("Bot", "text", "models/agent", {}, "params.yaml: products.Bot: a name is lower-case letters, digits and"),
+        ("bot", "speech", "models/agent", {}, "--kind: expected one of text, images, vision, got 'speech'"),
+        ("bot", "text", "models/none", {}, "models/none: expected a checkpoint folder, found none"),
+        ("bot", "text", "hf://org/name", {}, "--checkpoint: expected hf://ORG/NAME@REVISION with the 40 hex"),
+        ("bot", "text", "models/agent", UPSCALER, "--task: expected none with kind text, got 'upscaling'; remove it"),
+        ("bot", "text", "models/my agent", {}, "--checkpoint: expected letters, digits and ._/:@+-, got 'models/my "),
+        ("bot", "vision", "models/upscaler", {}, "--task: expected detection or upscaling, found none"),
+        ("bot", "vision", "models/agent", UPSCALER, "--adapter: expected a Python file with build, preprocess and"),
+        (
+            "bot",
+            "vision",
+            f"hf://org/name@{40 * 'a'}",
+            UPSCALER,
+            "--checkpoint: expected a folder of the project with ",
+        ),
+        ("bot", "images", "models/product-shots", {}, "--clip: expected the folder of the CLIP that judges the "),
+    ],
+)
+def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(
+    project: Path, name: str, kind: str, checkpoint: str, options: dict[str, str], said: str
+) -> None:
+    before = snapshot(project)
+    with pytest.raises(QuantgateError) as caught:
+        init_product(name, kind, checkpoint, options, root=project)
+    assert str(caught.value).replace(f"{project}/", "").startswith(said)
+    assert snapshot(project) == before
+
+
+def test_a_checkpoint_that_a_check_refuses_leaves_no_examples_behind(project: Path) -> None:
+    (project / "models/agent/chat_template.jinja").write_text("{% if tools %}")
+    before = snapshot(project)
+    with pytest.raises(SettingsError, match="expected a chat template in Jinja"):
+        init_product("bot", "text", "models/agent", {}, root=project)
+    assert snapshot(project) == before
+
+
+def test_a_second_time_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    command = ["init", "bot", "--kind", "text", "--checkpoint", "models/agent"]
+    assert main(command) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and "dvc repro gate@bot" in said[1]
+    assert main(command) == 1
+    assert capsys.readouterr().err == (
+        "quantgate: products.bot: expected a new name, it is in params.yaml already; choose another\n"
+    )
+
+
+def test_the_shipped_products_go_with_all_that_git_holds_of_their_runs(project: Path) -> None:
+    init_product("bot", "text", "models/agent", {}, root=project, remove_shipped=True)
+    params = load_params(project / "params.yaml")
+    assert list(params.products) == ["bot"] and list(params.products["bot"].candidates) == ["bot", "bot-int4"]
+    assert not [path for folder in ("release", "reports", "metrics") for path in (project / folder).iterdir()]
+    lock = (project / "dvc.lock").read_text(encoding="utf-8")
+    assert [line for line in lock.splitlines() if line.startswith("  ") and line[2] != " "] == ["  env:"]
+    with pytest.raises(SettingsError, match="--remove-shipped: expected one of agent, shots, .* found none"):
+        init_product("other", "text", "models/agent", {}, root=project, remove_shipped=True)
+
+
+def test_the_shipped_products_are_those_of_params_yaml() -> None:
+    """One that the list forgets would stay in a user's project."""
+    assert set(SHIPPED) == set(load_params(ROOT / "params.yaml").products)
+
+
+def test_the_shipped_cases_may_be_released_by() -> None:
+    for product in load_params(ROOT / "params.yaml").products.values():
+        check_own_cases(product, ROOT)
+
+
+def test_what_git_could_not_bring_back_is_not_removed(project: Path) -> None:
+    (project / "reports/shots/mine.txt").write_text("notes")
+    before = snapshot(project)
+    with pytest.raises(SettingsError, match="expected reports/shots/mine.txt as git holds it, found changes"):
+        init_product("bot", "text", "models/agent", {}, root=project, remove_shipped=True)
+    assert snapshot(project) == before
+
+
+@pytest.mark.parametrize(("shape", "size"), [("8b", 128), ("odd", 32)])
+def test_groups_are_the_largest_that_divide_every_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, size: int
+) -> None:
+    monkeypatch.setitem(SHAPES, "odd", (1, 256, 288, 4, 4))
+    assert choose_step(write_hollow_llama(tmp_path / "model", shape)).group_size == size
+
+
+TEXT = """\
+# all
+products:
+  # the first
+  one:
+    kind: text  # of its own
+
+    # inside
+    evals: {}
+
+  # the second
+  two: {kind: text}
+
+# checkpoints
+candidates:
+  one: {product: one}
+"""
+
+
+def test_an_entry_is_put_behind_the_last_one_of_its_block() -> None:
+    added = add_entry(TEXT, "products", "# mine\nthree:\n  kind: text\n")
+    assert added == TEXT.replace("  two: {kind: text}\n", "  two: {kind: text}\n\n  # mine\n  three:\n    kind: text\n")
+
+
+def test_an_entry_goes_with_its_own_comment_alone() -> None:
+    assert remove_entries(TEXT, "products", ["one"]) == TEXT.replace(
+        "  # the first\n  one:\n    kind: text  # of its own\n\n    # inside\n    evals: {}\n\n", ""
+    )
+    assert "# the first" in remove_entries(TEXT, "products", ["two"])
+    assert "# checkpoints" in remove_entries(TEXT, "products", ["two"])
+
+
+def test_a_layout_that_can_not_be_edited_is_told(project: Path) -> None:
+    """JSON is YAML, and what comes of it must say the same as before."""
+    data = read_yaml(project / "params.yaml")
+    (project / "params.yaml").write_text(json.dumps(data))
+    before = snapshot(project)
+    with pytest.raises(SettingsError, match="add the product by hand"):
+        init_product("bot", "text", "models/agent", {}, root=project)
+    assert snapshot(project) == before
