@@ -71,6 +71,7 @@ class TextKind:
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
         from pipeline.evalsets.cards import NOTES
+        from pipeline.products.text.chat_templates import has_chat_template
         from pipeline.products.text.evals.known_tasks import digest_evalsets
         from pipeline.records.digests import digest_folder
         from pipeline.running.kept_digests import digest_watched
@@ -82,6 +83,8 @@ class TextKind:
             "serving": product.serving.model_dump(mode="json"),
             "canary": product.canary.num_prompts,
         }
+        if not has_chat_template(product, root):
+            shared |= {"is_plain": True}  # prompts of tasks are sent as they stand
         optimize: dict[str, Watched] = {}
         evaluate: dict[str, Watched] = {}
         for name, candidate in product.candidates.items():

@@ -7,7 +7,6 @@ weights, so it costs a fraction of a second.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import check_distinct
 from pipeline.evalsets.checks import check_buckets, load_kind
+from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
@@ -44,9 +44,6 @@ from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
-
-# transformers adds this tag; it only marks where an answer is, so the text without it parses alike
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -147,7 +144,7 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
         check_own_code(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
-        _check_chat_template(folder, tokenizer)
+        check_chat_template(folder, tokenizer)
 
 
 def _check_context(folder: Path, product: TextProduct) -> None:
@@ -162,47 +159,6 @@ def _check_context(folder: Path, product: TextProduct) -> None:
             f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
             f"{folder / CONFIG_FILE}, got {asked}; lower it"
         )
-
-
-def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
-    import jinja2
-
-    grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    for where, text in _read_chat_templates(folder, tokenizer):
-        try:
-            # line breaks inside a tag are kept, so that the error's line is the file's
-            grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
-                f"{str(error.message).rstrip('.')}; copy it from the source"
-            ) from None
-
-
-def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield where each template is and its text; transformers reads the first of the two places that has one."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            yield str(path), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
-        return
-    templates = tokenizer.get("chat_template")
-    where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(templates, list) and templates:  # several under names
-        yield from (
-            (f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(templates) if "template" in entry
-        )
-    elif isinstance(templates, str):
-        yield where, templates
-    else:
-        hint = (
-            "copy it out of chat_template.json, which no tokenizer reads"
-            if (folder / "chat_template.json").is_file()
-            else "copy it from the source, or drop the evals of kind tool_calls and trajectories"
-        )
-        raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
 
 
 def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:

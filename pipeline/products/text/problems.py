@@ -56,10 +56,10 @@ def find_text_problems(product: TextProduct) -> list[str]:
         for problem in _engine_problems(c.engine)
     ]
     problems += [
-        f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
-        "whether it is, found none; add one, or remove exact"
+        f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, or an lm-eval task that is "
+        "answered in words, as answers show whether it is, found none; add one, or remove exact"
         for name, c in product.candidates.items()
-        if c.exact and not product.chat_evals
+        if c.exact and not product.may_generate
     ]
     problems += [
         f"candidates.{name}.trace: expected an engine that quantgate starts, got one that runs already; remove trace"
@@ -93,10 +93,10 @@ def _benchmark_problems(product: TextProduct) -> list[str]:
             f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
             f"for its time, found no {untimed[0]!r}; add it, or remove the limit"
         )
-    if benchmark.candidates and not product.chat_evals:
+    if benchmark.candidates and not product.may_generate:
         problems.append(
-            "candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
-            "add one, or list no candidate"
+            "candidates: the prompts are those of evals of kind tool_calls or trajectories, or of an lm-eval task that "
+            "is answered in words, found none; add one, or list no candidate"
         )
     for i, number in enumerate(benchmark.concurrency):
         if number > serving.concurrency or number in benchmark.concurrency[:i]:

@@ -454,6 +454,16 @@ class TextProduct(Product):
         """The evals whose cases are conversations."""
         return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
 
+    @property
+    def task_evals(self) -> dict[str, HarnessEval]:
+        """The evals that are lm-eval tasks."""
+        return {name: e for name, e in self.evals.items() if isinstance(e, HarnessEval)}
+
+    @property
+    def may_generate(self) -> bool:
+        """Whether an eval may have the model write texts; of a task only its own files say so."""
+        return bool(self.chat_evals or self.task_evals)
+
     def list_rules(self) -> dict[str, Any]:
         """Return the rules for drafts, canary and benchmark."""
         limit = self.benchmark.max_slowdown
