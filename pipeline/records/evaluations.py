@@ -176,7 +176,7 @@ def format_cut(records: Sequence[CaseRecord]) -> str | None:
     limits = Counter(record.cut_by for record in records if record.cut_by)
     if not limits:
         return None
-    return f"{limits.total()} of {len(records)} answers were cut by {' and '.join(sorted(limits))}"
+    return f"{limits.total()} of {len(records)} answers cut by {' and '.join(sorted(limits))}"
 
 
 class EvalFile(Record):

@@ -16,6 +16,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from pipeline.errors import SettingsError
+from pipeline.products.text.benchmark import matched_work
 from pipeline.products.text.benchmark.matched_work import run_benchmark
 from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
 from pipeline.products.text.evals.evaluate import evaluate_candidate
@@ -150,8 +151,8 @@ def test_a_base_model_is_asked_by_plain_prompts_from_tasks_to_speed(
     num_cut = sum(bool(record.cut_by) for record in records)
     assert 0 < num_cut < NUM_DOCUMENTS, "nothing is tested where all or none end by a stop string"
     assert all((r.num_completion_tokens == MAX_TOKENS) >= bool(r.cut_by) for r in records)
-    assert format_cut(records) == f"{num_cut} of {NUM_DOCUMENTS} answers were cut by serving.max_tokens"
-    assert f"{num_cut} of {NUM_DOCUMENTS} answers were cut by serving.max_tokens" in printed
+    assert format_cut(records) == f"{num_cut} of {NUM_DOCUMENTS} answers cut by serving.max_tokens"
+    assert f"{num_cut} of {NUM_DOCUMENTS} answers cut by serving.max_tokens" in printed
     assert evaluation.canary is not None and (evaluation.canary.num_prompts, evaluation.canary.num_unstable) == (8, 0)
 
     drafted = evaluate(tmp_path, product, "drafts")
@@ -161,8 +162,10 @@ def test_a_base_model_is_asked_by_plain_prompts_from_tasks_to_speed(
     assert sum(r.num_completion_tokens for r in others) == drafted.speculation.num_completion_tokens
     assert drafted.canary is not None and drafted.canary.behaviour["plain loaded"] == drafted.canary.behaviour["loaded"]
 
+    # a busy machine may make it look as if a server knew the prompts
+    monkeypatch.setattr(matched_work, "find_prefix_cache_hits", lambda *_, **__: None)
     benchmark = asyncio.run(run_benchmark("drafts", product, root=tmp_path, build=tmp_path / "build"))
-    assert benchmark.refusal is None or "knows the prompts" in benchmark.refusal, benchmark.refusal
+    assert benchmark.refusal is None, benchmark.refusal
     assert benchmark.cells and benchmark.candidate is not None and benchmark.candidate.num_changed == 0
 
 

@@ -127,11 +127,13 @@ def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference
 def _note_cut(findings: CandidateFindings, evidence: Evidence, reference: Evidence) -> None:
     """Say of which evals a limit ended answers before the model did, on either side: they count as wrong."""
     for eval_name, records in evidence.records.items():
-        sides = {"of the reference": reference.records.get(eval_name, ()), "here": records}
-        cut = [f"{text} {side}" for side, some in sides.items() if (text := format_cut(some))]
+        sides = {"reference": reference.records.get(eval_name, ()), "candidate": records}
+        cut = [f"{side} {text}" for side, some in sides.items() if (text := format_cut(some))]
         if cut:
             limits = sorted({record.cut_by for some in sides.values() for record in some if record.cut_by})
-            findings.add_note(f"{eval_name}: {', '.join(cut)}; they count as they are: raise {' and '.join(limits)}")
+            findings.add_note(
+                f"{eval_name}: {', '.join(cut)}; they are judged as they are: raise {' and '.join(limits)}"
+            )
 
 
 def _measure_canary(findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
