@@ -52,12 +52,14 @@ class TextKind:
             read_card_room,
         )
         from pipeline.products.text.preflight import check_text
+        from pipeline.products.text.task_checks import check_tasks
 
         check_ranks(product, len(machine.gpus))
         check_text(product, root)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
         return [
+            *check_tasks(product, root),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),
             *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),
         ]

@@ -26,7 +26,11 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 def has_chat_template(product: TextProduct, root: Path) -> bool:
     """Tell whether the models of a product are asked in chats: the reference's folder says so for all of them."""
-    folder = locate_checkpoint(product.candidates[product.reference].checkpoint, root)
+    return holds_chat_template(locate_checkpoint(product.candidates[product.reference].checkpoint, root))
+
+
+def holds_chat_template(folder: Path) -> bool:
+    """Tell whether a checkpoint has a chat template."""
     path = folder / TOKENIZER_FILE
     tokenizer = read_json(path) if path.is_file() else {}
     return (folder / TEMPLATE_FILE).is_file() or bool(tokenizer.get("chat_template"))

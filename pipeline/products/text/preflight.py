@@ -7,6 +7,7 @@ weights, so it costs a fraction of a second.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,12 @@ def _check_candidate(
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
             raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
+        below = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
+        if below is not None and not (folder / CONFIG_FILE).is_file():
+            raise SettingsError(
+                f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; "
+                f"{str(below.parent)!r} has one: name that"
+            )
         check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
@@ -197,6 +204,7 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     if not isinstance(settings, HarnessEval):
         return load_kind(load, root / settings.evalset, f"{where}.evalset", settings.card_kind)
     if settings.include_path is None:
+        _check_builtin(f"{where}.task", settings.task)
         return None
     folder = root / settings.include_path
     if not folder.is_dir():
@@ -204,6 +212,15 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     evalset = load(folder) if (folder / CARD_FILE).is_file() else None
     _check_task(f"{where}.task", settings.task, folder)
     return evalset
+
+
+def _check_builtin(where: str, task: str) -> None:
+    """Refuse a name that no file of lm-eval has: to read these takes a second, their index most of a minute."""
+    spec = importlib.util.find_spec("lm_eval")
+    folders = spec.submodule_search_locations if spec else None
+    name = task.encode()
+    if folders and not any(name in path.read_bytes() for path in Path(folders[0], "tasks").rglob("*.yaml")):
+        raise SettingsError(f"{where}: lm-eval knows no task {task!r} (built in: see `lm-eval ls tasks`)")
 
 
 def _check_task(where: str, task: str, folder: Path) -> None:

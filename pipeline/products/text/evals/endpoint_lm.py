@@ -22,10 +22,10 @@ from pipeline.products.text.evals.generation import (
     answer_question,
     check_questions_fit,
     digest_request,
+    name_cluster,
     read_question,
 )
 from pipeline.products.text.serving.client import TokenScores
-from pipeline.records.digests import digest_json
 from pipeline.running.shards import choose_batches
 
 # requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
@@ -100,7 +100,7 @@ class EndpointLM(LM):
         # the same ones share a request in every run, as that may change a last bit
         chunks = [range(len(keys))[start : start + CHUNK_REQUESTS] for start in range(0, len(keys), CHUNK_REQUESTS)]
         if shard is not None:
-            clusters = [_name_cluster(request) for request in requests]
+            clusters = [name_cluster(request.doc) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
@@ -141,12 +141,6 @@ class EndpointLM(LM):
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _name_cluster(request: Any) -> str:
-    """Return the cluster of a request's document, or what stands for a document that names none."""
-    document = request.doc if isinstance(request.doc, dict) else {}
-    return str(document["cluster"]) if "cluster" in document else digest_json(repr(request.doc))
 
 
 def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:

@@ -75,6 +75,12 @@ def name_case(task: str, document: Any, document_id: Any) -> str:
     return str(document.get("id", f"{task}-{document_id}") if isinstance(document, dict) else f"{task}-{document_id}")
 
 
+def name_cluster(document: Any) -> str:
+    """Return the cluster of a task's document, or what stands for a document that names none."""
+    named = document if isinstance(document, dict) else {}
+    return str(named["cluster"]) if "cluster" in named else digest_json(repr(document))
+
+
 def read_question(name: str, request: Any) -> Question:
     """Read one of lm-eval's `generate_until` requests.
 

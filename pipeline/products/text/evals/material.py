@@ -28,7 +28,7 @@ from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import NOTES
-from pipeline.products.text.evals.generation import GENERATE, Question, read_question
+from pipeline.products.text.evals.generation import GENERATE, Question, name_cluster, read_question
 from pipeline.products.text.evals.imports import list_modules
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
@@ -38,10 +38,17 @@ FEWSHOT_SEED = 1234  # lm-eval's own
 
 @dataclass(frozen=True)
 class Task:
-    """An lm-eval task: the digest of what it asks and how it judges, and the prompts that are answered in words."""
+    """An lm-eval task, loaded.
+
+    Attributes:
+        digest: of what it asks and how it judges.
+        questions: the prompts that are answered in words.
+        documents: cluster and buckets of each document.
+    """
 
     digest: str
     questions: tuple[Question, ...]
+    documents: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def digest_task(name: str, settings: HarnessEval) -> str:
@@ -72,7 +79,16 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
     )
-    return Task(digest, tuple({question.digest: question for question in questions}.values()))
+    documents = {(request.task_name, request.doc_id): request.doc for request in requests}
+    return Task(
+        digest,
+        tuple({question.digest: question for question in questions}.values()),
+        tuple((name_cluster(document), _list_buckets(document)) for document in documents.values()),
+    )
+
+
+def _list_buckets(document: Any) -> tuple[str, ...]:
+    return tuple(map(str, document.get("buckets", ()))) if isinstance(document, dict) else ()
 
 
 @contextlib.contextmanager
