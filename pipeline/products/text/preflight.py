@@ -45,6 +45,7 @@ from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
+NUM_SHOWN = 8  # folders that are named in an error
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -77,11 +78,11 @@ def _check_candidate(
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
             raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
-        below = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
-        if below is not None and not (folder / CONFIG_FILE).is_file():
+        below = [] if (folder / CONFIG_FILE).is_file() else sorted(folder.glob(f"*/{CONFIG_FILE}"))
+        if below:
             raise SettingsError(
-                f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; "
-                f"{str(below.parent)!r} has one: name that"
+                f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; name one of "
+                f"those below that have it: {', '.join(str(path.parent) for path in below[:NUM_SHOWN])}"
             )
         check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:

@@ -344,7 +344,7 @@ class ResourceSettings(Settings):
 class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
-    num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
+    num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that have the model write texts
     target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes; such a path must be noticed
     session_calls: int = Field(default=5, ge=1)  # of a user's session, over which a rate is stated
 
