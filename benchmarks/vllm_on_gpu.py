@@ -152,13 +152,13 @@ async def measure(run: Run, arguments: argparse.Namespace, answers: dict[str, li
     return result
 
 
-def choose_prompts(arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
+def choose_prompts(arguments: argparse.Namespace) -> list[Any]:
     """Return the prompts whose answers are compared: first turns of a product's evals, or random words."""
     if not arguments.product:
         return make_prompts(arguments.num_prompts, seed=0)
     product = load_params().products[arguments.product]
     assert isinstance(product, TextProduct)
-    return [prompt.messages for prompt in spread(load_prompts(product, Path()), arguments.num_prompts)]
+    return [prompt.content for prompt in spread(load_prompts(product, Path()), arguments.num_prompts)]
 
 
 def add_bandwidth(result: dict[str, Any], run: Run, copy_gb_per_s: float | None) -> None:

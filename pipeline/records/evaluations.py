@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from pipeline.records.canary import CanaryFile
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import Record, iterate_records
@@ -119,6 +121,10 @@ class NetworkCandidate(LocalCandidate):
     serving: NetworkServing
 
 
+def _is_empty(text: str) -> bool:
+    return not text
+
+
 class CaseRecord(Record):
     """What happened to one case.
 
@@ -133,6 +139,10 @@ class CaseRecord(Record):
     buckets: tuple[str, ...] = ()
     prompt: str
     output: str
+    # left out of the record where it is empty: what was generated, where `output` is what a task's filter made of it
+    answer: str = Field(default="", exclude_if=_is_empty)
+    # as above: the setting that ended an answer before the model or a stop string did
+    cut_by: str = Field(default="", exclude_if=_is_empty)
     scores: dict[str, float] = {}
     failure: str | None = None
     latency_s: float = 0.0
@@ -159,6 +169,14 @@ def format_failures(records: Sequence[CaseRecord]) -> str | None:
     counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
     case_id, failure = failed[0]
     return f"{len(failed)} of {len(records)} cases have no judgement ({counts}), first {case_id!r}: {failure[:300]}"
+
+
+def format_cut(records: Sequence[CaseRecord]) -> str | None:
+    """Say how many answers a limit ended, of how many, and which limit; None when all ended by themselves."""
+    limits = Counter(record.cut_by for record in records if record.cut_by)
+    if not limits:
+        return None
+    return f"{limits.total()} of {len(records)} answers cut by {' and '.join(sorted(limits))}"
 
 
 class EvalFile(Record):

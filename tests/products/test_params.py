@@ -672,14 +672,14 @@ def test_a_project_need_not_have_a_product_of_every_kind(kind: type[Product], na
     assert str(caught.value) == said
 
 
-def test_a_benchmark_needs_an_eval_that_chats() -> None:
+def test_a_benchmark_needs_an_eval_that_may_generate_texts() -> None:
     data = copy.deepcopy(VALID)
     product = data["products"]["agent"]
-    product["gate"]["tolerances"] = {"choices/accuracy": {"overall": 0.02}}
-    product["evals"] = {"choices": product["evals"]["choices"]}
+    product["gate"]["tolerances"] = {"prose/perplexity_per_token": {"overall": 0.02}}
+    product["evals"] = {"prose": product["evals"]["prose"]}
     product["gate"]["tripwires"] = {}
     assert refusal(data).startswith(
-        "products.agent.benchmark.candidates: the prompts are those of evals of kind tool_calls or "
+        "products.agent.benchmark.candidates: expected an eval of kind tool_calls or trajectories, or an lm-eval task "
     )
     product["benchmark"]["candidates"] = []
     assert not parse(data).chat_evals

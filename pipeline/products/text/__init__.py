@@ -59,12 +59,14 @@ class TextKind:
             read_card_room,
         )
         from pipeline.products.text.preflight import check_text
+        from pipeline.products.text.task_checks import check_tasks
 
         check_ranks(product, len(machine.gpus))
         check_text(product, root)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
         return [
+            *check_tasks(product, root),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),
             *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),
         ]
@@ -78,6 +80,7 @@ class TextKind:
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
         from pipeline.evalsets.cards import NOTES
+        from pipeline.products.text.chat_templates import has_chat_template
         from pipeline.products.text.evals.known_tasks import digest_evalsets
         from pipeline.records.digests import digest_folder
         from pipeline.running.kept_digests import digest_watched
@@ -90,6 +93,8 @@ class TextKind:
             "serving": product.serving.model_dump(mode="json"),
             "canary": product.canary.num_prompts,
         }
+        if not has_chat_template(product, root):
+            shared |= {"is_plain": True}  # prompts of tasks are sent as they stand
         optimize: dict[str, Watched] = {}
         evaluate: dict[str, Watched] = {}
         for name, candidate in product.candidates.items():

@@ -1,4 +1,4 @@
-"""First turns of cases that were evaluated: the benchmark and the drift check ask them again, outside of an eval."""
+"""What was answered in an evaluation: the benchmark and the drift check ask it again, outside of an eval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pipeline.errors import EvidenceError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.text.settings import ChatEval
 from pipeline.records.digests import digest_file
-from pipeline.records.evaluations import EvalFile, Evaluation, read_cases
+from pipeline.records.evaluations import CaseRecord, EvalFile, Evaluation, read_cases
+
+CUT_CHARACTER = "\ufffd"  # what decoding makes of a part of a character
 
 
 def load_evaluated(settings: ChatEval, file: EvalFile, root: Path) -> Evalset:
@@ -31,8 +33,26 @@ def read_first_turns(folder: Path, evaluation: Evaluation, eval_name: str) -> di
     Raises:
         EvidenceError: the eval was not run, or its records are not as they were written.
     """
+    return {record.case_id: record.output.split("\n")[0] for record in _read_records(folder, evaluation, eval_name)}
+
+
+def read_answered(folder: Path, evaluation: Evaluation, eval_name: str) -> list[CaseRecord]:
+    """Return the records of an lm-eval task that were answered in words; none of a task that scores given answers.
+
+    Raises:
+        EvidenceError: as `read_first_turns` does.
+    """
+    return [record for record in _read_records(folder, evaluation, eval_name) if record.num_completion_tokens]
+
+
+def format_answer(record: CaseRecord) -> str:
+    """Return what was written, in the words of `format_reply`, less the part of a character at its end."""
+    return (record.answer or record.output).rstrip(CUT_CHARACTER).replace("\n", "\\n")
+
+
+def _read_records(folder: Path, evaluation: Evaluation, eval_name: str) -> list[CaseRecord]:
     file = evaluation.evals.get(eval_name)
     path = folder / (file.records if file else f"{eval_name}.jsonl")
     if file is None or not path.is_file() or digest_file(path) != file.sha256:
         raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
-    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}
+    return read_cases(path)

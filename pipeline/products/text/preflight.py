@@ -7,7 +7,7 @@ weights, so it costs a fraction of a second.
 
 from __future__ import annotations
 
-import re
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import check_distinct
 from pipeline.evalsets.checks import check_buckets, load_kind
+from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
@@ -44,9 +45,7 @@ from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
-
-# transformers adds this tag; it only marks where an answer is, so the text without it parses alike
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+NUM_SHOWN = 8  # folders that are named in an error
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -82,6 +81,12 @@ def _check_candidate(
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
             raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
+        below = [] if (folder / CONFIG_FILE).is_file() else sorted(folder.glob(f"*/{CONFIG_FILE}"))
+        if below:
+            raise SettingsError(
+                f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; name one of "
+                f"those below that have it: {', '.join(str(path.parent) for path in below[:NUM_SHOWN])}"
+            )
         check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
@@ -150,7 +155,7 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
         check_own_code(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
-        _check_chat_template(folder, tokenizer)
+        check_chat_template(folder, tokenizer)
 
 
 def _check_context(folder: Path, product: TextProduct) -> None:
@@ -165,47 +170,6 @@ def _check_context(folder: Path, product: TextProduct) -> None:
             f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
             f"{folder / CONFIG_FILE}, got {asked}; lower it"
         )
-
-
-def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
-    import jinja2
-
-    grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    for where, text in _read_chat_templates(folder, tokenizer):
-        try:
-            # line breaks inside a tag are kept, so that the error's line is the file's
-            grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
-                f"{str(error.message).rstrip('.')}; copy it from the source"
-            ) from None
-
-
-def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield where each template is and its text; transformers reads the first of the two places that has one."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            yield str(path), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
-        return
-    templates = tokenizer.get("chat_template")
-    where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(templates, list) and templates:  # several under names
-        yield from (
-            (f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(templates) if "template" in entry
-        )
-    elif isinstance(templates, str):
-        yield where, templates
-    else:
-        hint = (
-            "copy it out of chat_template.json, which no tokenizer reads"
-            if (folder / "chat_template.json").is_file()
-            else "copy it from the source, or drop the evals of kind tool_calls and trajectories"
-        )
-        raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
 
 
 def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:
@@ -244,6 +208,7 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     if not isinstance(settings, HarnessEval):
         return load_kind(load, root / settings.evalset, f"{where}.evalset", settings.card_kind)
     if settings.include_path is None:
+        _check_builtin(f"{where}.task", settings.task)
         return None
     folder = root / settings.include_path
     if not folder.is_dir():
@@ -251,6 +216,15 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     evalset = load(folder) if (folder / CARD_FILE).is_file() else None
     _check_task(f"{where}.task", settings.task, folder)
     return evalset
+
+
+def _check_builtin(where: str, task: str) -> None:
+    """Refuse a name that no file of lm-eval has: to read these takes a second, their index most of a minute."""
+    spec = importlib.util.find_spec("lm_eval")
+    folders = spec.submodule_search_locations if spec else None
+    name = task.encode()
+    if folders and not any(name in path.read_bytes() for path in Path(folders[0], "tasks").rglob("*.yaml")):
+        raise SettingsError(f"{where}: lm-eval knows no task {task!r} (built in: see `lm-eval ls tasks`)")
 
 
 def _check_task(where: str, task: str, folder: Path) -> None:

@@ -62,12 +62,7 @@ def find_text_problems(product: TextProduct) -> list[str]:
         for name, c in product.candidates.items()
         for problem in _engine_problems(c.engine)
     ]
-    problems += [
-        f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
-        "whether it is, found none; add one, or remove exact"
-        for name, c in product.candidates.items()
-        if c.exact and not product.chat_evals
-    ]
+    problems += [] if product.may_generate else find_unanswered(product)
     problems += [
         f"candidates.{name}.trace: expected an engine that quantgate starts, got one that runs already; remove trace"
         for name, c in product.candidates.items()
@@ -82,6 +77,23 @@ def find_text_problems(product: TextProduct) -> list[str]:
     problems += find_metric_problems(product)
     problems += [f"benchmark.{problem}" for problem in _benchmark_problems(product)]
     return problems
+
+
+def find_unanswered(product: TextProduct) -> list[str]:
+    """Return what a product without an eval that has the model write texts can't do, one line each."""
+    expected = (
+        "expected an eval of kind tool_calls or trajectories, or an lm-eval task that is answered in words, "
+        "found none; add one, or"
+    )
+    return [
+        *(f"candidates.{name}.exact: {expected} remove exact" for name, c in product.candidates.items() if c.exact),
+        *(
+            f"candidates.{name}.steps: {expected} remove the speculative step, whose drafts its answers count"
+            for name, c in product.candidates.items()
+            if c.speculative
+        ),
+        *([f"benchmark.candidates: {expected} list no candidate"] if product.benchmark.candidates else []),
+    ]
 
 
 def _benchmark_problems(product: TextProduct) -> list[str]:
@@ -99,11 +111,6 @@ def _benchmark_problems(product: TextProduct) -> list[str]:
         problems.append(
             f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
             f"for its time, found no {untimed[0]!r}; add it, or remove the limit"
-        )
-    if benchmark.candidates and not product.chat_evals:
-        problems.append(
-            "candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
-            "add one, or list no candidate"
         )
     for i, number in enumerate(benchmark.concurrency):
         if number > serving.concurrency or number in benchmark.concurrency[:i]:

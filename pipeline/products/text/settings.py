@@ -344,7 +344,7 @@ class ResourceSettings(Settings):
 class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
-    num_prompts: int = Field(default=100, ge=8, le=10_000)  # spread over the evals that chat
+    num_prompts: int = Field(default=100, ge=8, le=10_000)  # spread over the evals that have the model write texts
     # of answers that another path changes; such a path must be noticed
     target_rate: float = Field(default=0.05, ge=0.001, lt=0.5)
     session_calls: int = Field(default=5, ge=1)  # of a user's session, over which a rate is stated
@@ -457,6 +457,16 @@ class TextProduct(Product):
     def chat_evals(self) -> dict[str, ChatEval]:
         """The evals whose cases are conversations."""
         return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
+
+    @property
+    def task_evals(self) -> dict[str, HarnessEval]:
+        """The evals that are lm-eval tasks."""
+        return {name: e for name, e in self.evals.items() if isinstance(e, HarnessEval)}
+
+    @property
+    def may_generate(self) -> bool:
+        """Whether an eval may have the model write texts; of a task only its own files say so."""
+        return bool(self.chat_evals or self.task_evals)
 
     def list_rules(self) -> dict[str, Any]:
         """Return the rules for drafts, canary and benchmark."""

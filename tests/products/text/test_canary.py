@@ -187,7 +187,7 @@ def ask_others(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (forget, "expected a canary, as evals chat, found none"),
+        (forget, "expected a canary, as workflows generates text, found none"),
         (edit, "expected the canary as it was written, found another"),
         (ask_others, "canary of the candidate: expected 100 prompts, as params.yaml asks, got 9"),
     ],

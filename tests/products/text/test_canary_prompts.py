@@ -61,7 +61,7 @@ def test_where_the_evals_have_no_more_cases_more_prompts_are_no_advice(tmp_path:
     assert "raise canary.num_prompts (14 do when the floor is none) or" in describe_blind(canary, num_asked=8)
     said = describe_blind(canary, num_asked=100)
     assert "raise canary.num_prompts" not in said
-    assert "the evals that chat have only 8 cases: add cases (14 do when the floor is none), or raise" in said
+    assert "the evals that generate text have only 8 cases: add cases (14 do when the floor is none), or raise" in said
 
 
 def test_in_half_precision_the_report_says_what_batches_changed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 import pipeline.products.text.evals.evaluate as evaluate_module
+import pipeline.products.text.evals.jobs as jobs_module
 import pipeline.products.text.evals.replica as replica_module
 import pipeline.running.shards as shards_module
 from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalError, SettingsError
@@ -241,7 +242,7 @@ def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path,
 
 
 def change_code(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_module, "digest_code", lambda stage, kind: "edited")
+    monkeypatch.setattr(jobs_module, "digest_code", lambda stage, kind: "edited")
 
 
 def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.products.text.evals import known_tasks, material
-from pipeline.products.text.evals.known_tasks import MEMORY, digest_known_task
+from pipeline.products.text.evals.known_tasks import MEMORY, describe_task
 from pipeline.products.text.settings import HarnessEval
 from tests.products.text.test_task_material import CASES, CODE, EDITED, TASK, write_lines
 
@@ -18,13 +18,13 @@ from tests.products.text.test_task_material import CASES, CODE, EDITED, TASK, wr
 def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Name the tasks that were loaded; the current folder is a project without any."""
     loaded: list[str] = []
-    load = material.digest_task
+    load = material.load_task
 
-    def note(name: str, settings: HarnessEval) -> str:
+    def note(name: str, settings: HarnessEval) -> material.Task:
         loaded.append(name)
         return load(name, settings)
 
-    monkeypatch.setattr(material, "digest_task", note)
+    monkeypatch.setattr(material, "load_task", note)
     monkeypatch.chdir(tmp_path)
     for folder in ("tasks", "data"):
         Path(folder).mkdir()
@@ -39,7 +39,7 @@ def write_task(file: str, **keys: Any) -> None:
 
 def digest(**settings: Any) -> str:
     asked = HarnessEval.model_validate({"kind": "harness", "task": "mine", "include_path": "tasks"} | settings)
-    return digest_known_task("e", asked, Path())
+    return describe_task("e", asked, Path()).digest
 
 
 def test_a_task_that_lies_in_its_folder_is_loaded_once(loads: list[str]) -> None:

@@ -145,6 +145,11 @@ STEP = "candidates//int4//steps//0"
             "candidates.int4.checkpoint: expected a checkpoint folder, found none at ",
         ),
         (
+            "candidates//int4//checkpoint",
+            "models",
+            "candidates.int4.checkpoint: expected a folder with config.json, found none in ",
+        ),
+        (
             "candidates//int4",
             {"checkpoint": "models/tiny", "steps": [{"kind": "quantize", "scheme": "NVFP4A16"}]},
             "candidates.int4.steps.0.scheme: expected serving.dtype bfloat16 with nvfp4, which transformers unpacks "

@@ -118,7 +118,7 @@ def test_counts_of_speculation_come_along() -> None:
         (stream(chunk("a"), chunk(finish="length")), "expected a chat completion with its usage"),
         (stream(chunk("a"), usage(9)), "an end, got 'a' with 9 tokens, finish_reason None"),
         (stream(chunk(finish="length"), usage(9)), "expected a stream with content"),
-        (stream('{"error": "out of memory"}'), "expected a chunk of a chat, got \"{'error': 'out of memory'}\""),
+        (stream('{"error": "out of memory"}'), "expected a chunk of an answer, got \"{'error': 'out of memory'}\""),
         (stream("oops"), "expected JSON, got 'oops'"),
     ],
     ids=["refused", "no-usage", "no-end", "no-content", "error-half-way", "no-json"],

@@ -62,17 +62,18 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     )
     try:
         async with reference as (ours, client), candidate as (theirs, _):
-            cells, sides = await _measure(ours, theirs, client, product, root=root, name=name)
+            cells, sides = await _measure(ours, theirs, client, product, root=root, build=build, name=name)
     except UnequalWorkError as error:
         return benchmark.model_copy(update={"refusal": str(error)})
     return benchmark.model_copy(update={"cells": tuple(cells), **sides})
 
 
 async def _measure(
-    ours: Contender, theirs: Contender, client: Client, product: TextProduct, *, root: Path, name: str
+    ours: Contender, theirs: Contender, client: Client, product: TextProduct, *, root: Path, build: Path, name: str
 ) -> tuple[list[Cell], dict[str, Side]]:
     """Plan, warm up, probe and time; return the cells, and by role what is known of each side."""
-    prompts, num_tokens = load_prompts(product, root), product.benchmark.num_tokens
+    prompts = load_prompts(product, root, build / "evaluations" / product.reference)
+    num_tokens = product.benchmark.num_tokens
     grid = await plan_grid(prompts, client, product.benchmark)
     plans, texts = grid.plans, sorted(map(read_text, prompts))
     await warm_up(plans, (ours, theirs), num_tokens=num_tokens)

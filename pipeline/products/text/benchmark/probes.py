@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from pipeline.products.text.benchmark.prompts import Prompt
 from pipeline.products.text.benchmark.rounds import Contender
+from pipeline.products.text.evals.generation import count_tokens
 from pipeline.records.benchmarks import Probe
 
 _SHARED_BY = 0.05  # of all prompts: what is common to so many is no prompt's own
@@ -48,21 +49,34 @@ async def probe(
 
 
 def read_text(prompt: Prompt) -> str:
-    """Return the text of a conversation, message after message."""
-    return _END.join(message["content"] for message in prompt.messages)
+    """Return the text of a prompt, of a conversation message after message."""
+    return _END.join(_list_texts(prompt))
+
+
+def _list_texts(prompt: Prompt) -> list[str]:
+    content = prompt.content
+    return [content] if isinstance(content, str) else [message["content"] for message in content]
+
+
+def _put_text(prompt: Prompt, number: int, text: str) -> Prompt:
+    """Return the prompt with another text in the place of one of its texts."""
+    if isinstance(prompt.content, str):
+        return replace(prompt, content=text)
+    messages = list(prompt.content)
+    messages[number] = messages[number] | {"content": text}
+    return replace(prompt, content=messages)
 
 
 async def _freshen(prompt: Prompt, side: Contender, all_texts: Sequence[str]) -> Prompt:
     """Return a copy with a random word at its own beginning, of about the same number of tokens."""
     number, start = find_own_start(prompt, all_texts)
-    content, word = prompt.messages[number]["content"], secrets.token_hex(3)
-    rests = [content[start:].split(" ", cut)[-1] for cut in range(1, _MOST_CUT + 1)]
-    copies = []
-    for rest in dict.fromkeys([*rests, ""]):
-        changed = prompt.messages[number] | {"content": f"{content[:start]}{word} {rest}".rstrip(" ")}
-        copies.append(replace(prompt, messages=[*prompt.messages[:number], changed, *prompt.messages[number + 1 :]]))
-    tokens = await asyncio.gather(*(side.client.tokenize_chat(c.messages, tools=c.tools) for c in copies))
-    return min(zip(copies, tokens, strict=True), key=lambda pair: abs(len(pair[1]) - prompt.num_tokens))[0]
+    text, word = _list_texts(prompt)[number], secrets.token_hex(3)
+    rests = [text[start:].split(" ", cut)[-1] for cut in range(1, _MOST_CUT + 1)]
+    copies = [
+        _put_text(prompt, number, f"{text[:start]}{word} {rest}".rstrip(" ")) for rest in dict.fromkeys([*rests, ""])
+    ]
+    sizes = await asyncio.gather(*(count_tokens(side.client, c.content, tools=c.tools) for c in copies))
+    return min(zip(copies, sizes, strict=True), key=lambda pair: abs(pair[1] - prompt.num_tokens))[0]
 
 
 def find_own_start(prompt: Prompt, all_texts: Sequence[str]) -> tuple[int, int]:

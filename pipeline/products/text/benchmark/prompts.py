@@ -1,8 +1,9 @@
-"""The prompts of the benchmark: first turns of the cases of the evals that chat, sorted into bands of length.
+"""The prompts of the benchmark, sorted into bands of length: those of the evals that have the model write texts.
 
 A prompt is used once. Prefix caches answer a repeated one in a fraction of the time, so a benchmark that repeats
 its prompts measures the cache. That the evals have asked them before is what `probes` looks into. Lengths are
-those that the reference's server counts, template included.
+those that the reference's server counts, template included. An eval that chats gives the first turns of its cases, an
+lm-eval task the prompts that were answered in words.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
+from pipeline.products.text.chat_templates import has_chat_template
 from pipeline.products.text.evals.calls import declare_tools
-from pipeline.products.text.first_turns import load_evaluated, read_first_turns
+from pipeline.products.text.evals.generation import Content, Question, count_tokens
+from pipeline.products.text.first_turns import format_answer, load_evaluated, read_answered, read_first_turns
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import BenchmarkSettings, TextProduct
 from pipeline.records.digests import canonical_json
 from pipeline.records.evaluations import Evaluation
+from pipeline.records.record_files import read_record
 
 MIN_REQUESTS = 4  # of a batch: the time of a lone request says little
 _COUNTED_AT_ONCE = 64
@@ -30,11 +34,11 @@ _COUNTED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to send, and which case it is the first turn of."""
+    """One prompt to send, and which case it is of."""
 
     eval_name: str
     case_id: str
-    messages: list[dict[str, Any]]
+    content: Content
     tools: list[dict[str, Any]] | None
     num_tokens: int = 0  # as the server counts; 0 until it was asked
 
@@ -67,8 +71,14 @@ class Grid:
     probes: dict[tuple[int, int], list[Prompt]]
 
 
-def load_prompts(product: TextProduct, root: Path) -> list[Prompt]:
-    """Return all distinct first turns of the evals that chat, in an order that mixes them and is always the same."""
+def load_prompts(product: TextProduct, root: Path, evaluated: Path | None = None) -> list[Prompt]:
+    """Return all distinct prompts of the evals, in an order that mixes them and is always the same.
+
+    Args:
+        product: the evals.
+        root: project root.
+        evaluated: folder of the reference's evaluation, whose records hold the prompts of tasks; None: none of these.
+    """
     prompts: dict[str, Prompt] = {}
     for name, settings in product.chat_evals.items():
         evalset = load_evalset(root / settings.evalset)
@@ -77,13 +87,18 @@ def load_prompts(product: TextProduct, root: Path) -> list[Prompt]:
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one
             prompts.setdefault(canonical_json([messages, tools]), Prompt(name, case.id, messages, tools))
+    is_plain = evaluated is not None and not has_chat_template(product, root)
+    for name in product.task_evals if evaluated is not None else ():
+        for record in read_answered(evaluated, read_record(evaluated / "evaluation.json", Evaluation), name):
+            content = Question(record.case_id, record.prompt).build_content(is_plain=is_plain)
+            prompts.setdefault(canonical_json([content, None]), Prompt(name, record.case_id, content, None))
     mixed = list(prompts.values())
     random.Random(0).shuffle(mixed)
     return mixed
 
 
 def read_expected(product: TextProduct, root: Path, folder: Path, evaluation: Evaluation) -> dict[str, str]:
-    """Return what a candidate answered when it was evaluated: the first turn, by the name of the prompt.
+    """Return what a candidate answered when it was evaluated, in the words of `format_reply`, by the prompt's name.
 
     Raises:
         EvidenceError: the records are not as they were written, or the evalset was edited since.
@@ -93,6 +108,9 @@ def read_expected(product: TextProduct, root: Path, folder: Path, evaluation: Ev
         turns = read_first_turns(folder, evaluation, name)
         load_evaluated(settings, evaluation.evals[name], root)
         expected |= {f"{name}/{case_id}": text for case_id, text in turns.items()}
+    for name in product.task_evals:
+        answered = read_answered(folder, evaluation, name)
+        expected |= {f"{name}/{record.case_id}": format_answer(record) for record in answered}
     return expected
 
 
@@ -117,7 +135,7 @@ async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: Benchma
             raise SettingsError(
                 f"benchmark.prompt_tokens.{number}: expected {needed} distinct prompts of {band[0]} to "
                 f"{band[1]} tokens, so that none is sent twice, found {len(prompts_by_band[band])} in the evals "
-                f"that chat; widen the band, or lower benchmark.concurrency or benchmark.rounds"
+                f"that generate text; widen the band, or lower benchmark.concurrency or benchmark.rounds"
             )
         rest = iter(prompts_by_band[band])
         plans += [_plan_cell(concurrency, band, rest, size, settings.rounds) for concurrency, size in sizes.items()]
@@ -139,9 +157,9 @@ async def _fill_bands(
         if all(len(band) >= needed for band in prompts_by_band.values()):
             break
         some = prompts[start : start + _COUNTED_AT_ONCE]
-        tokens = await asyncio.gather(*(client.tokenize_chat(p.messages, tools=p.tools) for p in some))
-        for prompt, ids in zip(some, tokens, strict=True):
-            band = next((band for band in bands if band[0] <= len(ids) <= band[1]), None)
+        sizes = await asyncio.gather(*(count_tokens(client, p.content, tools=p.tools) for p in some))
+        for prompt, size in zip(some, sizes, strict=True):
+            band = next((band for band in bands if band[0] <= size <= band[1]), None)
             if band is not None and len(prompts_by_band[band]) < needed:
-                prompts_by_band[band].append(replace(prompt, num_tokens=len(ids)))
+                prompts_by_band[band].append(replace(prompt, num_tokens=size))
     return prompts_by_band

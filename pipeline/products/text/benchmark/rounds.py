@@ -59,7 +59,7 @@ class Contender:
                     self.http,
                     self.engine.base_urls[0],
                     self.engine.model,
-                    prompt.messages,
+                    prompt.content,
                     num_tokens=num_tokens,
                     tools=prompt.tools,
                 )

@@ -1,4 +1,4 @@
-"""One timed chat request, over the OpenAI stream that vLLM and the embedded server speak.
+"""One timed request, a chat or a plain prompt, over the OpenAI stream that vLLM and the embedded server speak.
 
 Numbers of tokens come from the server's usage, never from counting chunks. Under speculation one
 chunk carries several tokens, and a token that completes no character may have none. Nothing is repeated: a second
@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 
 from pipeline.errors import EngineError, NonsenseError
+from pipeline.products.text.evals.generation import Content
 from pipeline.products.text.serving.answers import Reply, read_json, read_refusal, read_reply
 
 DEFINITIONS = (
@@ -52,17 +53,17 @@ class _Stream:
     last_s: float = 0.0
 
     def add(self, event: Any, arrival_s: float) -> None:
-        """Take one event; anything that is no chunk of a chat is refused."""
+        """Take one event; anything that is no chunk of an answer is refused."""
         try:
             self.usage = event.get("usage") or self.usage
             self.fingerprint = event.get("system_fingerprint") or self.fingerprint
             for choice in event["choices"]:
                 self._add_choice(choice, arrival_s)
         except (KeyError, TypeError, AttributeError):
-            raise NonsenseError(f"expected a chunk of a chat, got {str(event)[:100]!r}") from None
+            raise NonsenseError(f"expected a chunk of an answer, got {str(event)[:100]!r}") from None
 
     def _add_choice(self, choice: dict[str, Any], arrival_s: float) -> None:
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta") or {"content": choice.get("text")}  # of a plain prompt
         self.text += delta.get("content") or ""
         for call in delta.get("tool_calls") or ():
             parts = self.calls.setdefault(call.get("index", 0), {"name": "", "arguments": ""})
@@ -102,7 +103,7 @@ async def ask(
     http: aiohttp.ClientSession,
     base_url: str,
     model: str,
-    messages: Sequence[dict[str, Any]],
+    content: Content,
     *,
     num_tokens: int,
     tools: Sequence[dict[str, Any]] | None = None,
@@ -113,7 +114,7 @@ async def ask(
         http: the connections; its timeout is the request's.
         base_url: of the server, without "/v1".
         model: the name to send.
-        messages: the conversation, OpenAI style.
+        content: the prompt: a text, or a conversation in OpenAI's style.
         num_tokens: completion tokens to decode, whatever the model says about the end.
         tools: OpenAI tool declarations, or None.
 
@@ -122,7 +123,7 @@ async def ask(
     """
     body: dict[str, Any] = {
         "model": model,
-        "messages": list(messages),
+        **({"prompt": content} if isinstance(content, str) else {"messages": content}),
         "temperature": 0,
         "max_tokens": num_tokens,
         "min_tokens": num_tokens,
@@ -132,7 +133,7 @@ async def ask(
     }
     if tools:
         body["tools"] = list(tools)
-    url = f"{base_url}/v1/chat/completions"
+    url = f"{base_url}/v1/{'' if isinstance(content, str) else 'chat/'}completions"
     try:
         return await _read(http, url, orjson.dumps(body))
     except NonsenseError as error:

@@ -1,10 +1,10 @@
 """The canary: prompts that every candidate answers several ways, so that its paths can be compared.
 
-Each prompt is the first turn of a case, greedy. "alone" asks one request at a time, "loaded" asks all at
-once at the concurrency that is deployed, "again" repeats that. A candidate with drafts is asked first
-without them, on a server of its own: "plain alone" and "plain loaded". Where the endpoint gives token ids
-and scores, each token's margin over the second most likely one is kept too. A small margin marks a token at
-risk even where nothing flipped.
+Each prompt is the first turn of a case, or one of an lm-eval task that is answered in words. All are greedy.
+"alone" asks one request at a time, "loaded" asks all at once at the concurrency that is deployed, "again" repeats
+that. A candidate with drafts is asked first without them, on a server of its own: "plain alone" and "plain loaded".
+Where the endpoint gives token ids and scores, each token's margin over the second most likely one is kept too. A
+small margin marks a token at risk even where nothing flipped.
 
 What the differences mean is for the gate (`pipeline/gate/canary.py`).
 """
@@ -12,14 +12,17 @@ What the differences mean is for the gate (`pipeline/gate/canary.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pipeline.errors import RequestError
 from pipeline.evalsets.cards import Evalset
-from pipeline.evalsets.cases import spread
+from pipeline.evalsets.cases import ToolCallCase, TrajectoryCase, spread
+from pipeline.products.text.evals import generation
 from pipeline.products.text.evals.calls import declare_tools, format_reply
+from pipeline.products.text.evals.generation import Question
 from pipeline.products.text.serving.client import Client, Reply
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.settings import ChatEval, EvalSettings, ResourceSettings
@@ -34,26 +37,45 @@ class Prompt:
 
     case_id: str  # "<eval>/<case>"
     digest: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    content: generation.Content
+    tools: list[dict[str, Any]] | None = None
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None  # where the task has a limit of its own
 
 
-def pick_prompts(evals: Mapping[str, tuple[EvalSettings, Evalset | None]], num_prompts: int) -> list[Prompt]:
-    """Return the first turns of cases spread evenly over the evals that chat, `num_prompts` where there are as many."""
-    chats = [
-        (name, settings, evalset)
-        for name, (settings, evalset) in evals.items()
-        if isinstance(settings, ChatEval) and evalset is not None
-    ]
-    shares = _share_out(num_prompts, [len(evalset.cases) for _, _, evalset in chats])
-    prompts = []
-    for (name, settings, evalset), count in zip(chats, shares, strict=True):
-        tools = declare_tools(evalset.card.tools, settings)
-        prompts += [
-            Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
-            for case in spread(evalset.cases, count)
-        ]
-    return prompts
+def pick_prompts(
+    evals: Mapping[str, tuple[EvalSettings, Evalset | None]],
+    num_prompts: int,
+    *,
+    questions: Mapping[str, Sequence[Question]] = {},
+    is_plain: bool = False,
+) -> list[Prompt]:
+    """Return prompts of cases spread evenly over the evals that generate text, as many as asked for where there are.
+
+    Args:
+        evals: settings and cases, by name.
+        num_prompts: how many.
+        questions: of the tasks that have any, by the eval's name.
+        is_plain: whether these are sent as they stand.
+    """
+    sources: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
+    for name, (settings, evalset) in evals.items():
+        if isinstance(settings, ChatEval) and evalset is not None:
+            tools = declare_tools(evalset.card.tools, settings)
+            sources.append((evalset.cases, partial(_ask_first_turn, name, tools)))
+        elif name in questions:
+            sources.append((questions[name], partial(_ask_question, name, is_plain)))
+    shares = _share_out(num_prompts, [len(cases) for cases, _ in sources])
+    return [build(case) for (cases, build), count in zip(sources, shares, strict=True) for case in spread(cases, count)]
+
+
+def _ask_first_turn(name: str, tools: list[dict[str, Any]] | None, case: ToolCallCase | TrajectoryCase) -> Prompt:
+    return Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
+
+
+def _ask_question(name: str, is_plain: bool, question: Question) -> Prompt:
+    content = question.build_content(is_plain=is_plain)
+    return Prompt(f"{name}/{question.case_id}", question.digest, content, None, question.stops, question.max_tokens)
 
 
 def _share_out(total: int, sizes: Sequence[int]) -> list[int]:
@@ -138,7 +160,13 @@ def merge_records(first: Sequence[CanaryRecord], second: Sequence[CanaryRecord])
 
 async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[Reply]:
     async def ask(prompt: Prompt) -> Reply:
-        return await client.chat(prompt.messages, max_tokens=max_tokens, tools=prompt.tools, return_token_ids=True)
+        limit = min(max_tokens, prompt.max_tokens or max_tokens)
+        try:
+            return await generation.ask(
+                client, prompt.content, max_tokens=limit, stops=prompt.stops, tools=prompt.tools, return_token_ids=True
+            )
+        except RequestError as error:
+            raise RequestError(f"canary: case {prompt.case_id!r}: {error}") from error
 
     return list(await asyncio.gather(*map(ask, prompts)))
 

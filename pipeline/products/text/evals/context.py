@@ -31,6 +31,7 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
+        is_plain: prompts of tasks are sent as they stand, as the product's models have no chat template.
         shard: the part of the cases that is asked; None: all.
         watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
     """
@@ -46,6 +47,7 @@ class EvalContext:
     max_tokens: int
     context_length: int
     fingerprint: str
+    is_plain: bool = False
     shard: Shard | None = None
     watch: HarmWatch | None = None
 

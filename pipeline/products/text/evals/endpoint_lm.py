@@ -1,7 +1,6 @@
 """The model that lm-eval sees: it hands each request to the one client of the endpoint.
 
-Not covered: lm-eval's request cache, which has no model in its key; chat templates; and stop strings
-on the server. An answer is cut at its stop string after it was generated.
+Not covered: lm-eval's request cache, which has no model in its key, and its chat templates.
 """
 
 from __future__ import annotations
@@ -14,11 +13,19 @@ from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
-from pipeline.errors import SettingsError
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
+from pipeline.products.text.evals.generation import (
+    GENERATE,
+    Answer,
+    Question,
+    answer_question,
+    check_questions_fit,
+    digest_request,
+    name_cluster,
+    read_question,
+)
 from pipeline.products.text.serving.client import TokenScores
-from pipeline.records.digests import digest_json
 from pipeline.running.shards import choose_batches
 
 # requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
@@ -39,8 +46,8 @@ class EndpointLM(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation."""
 
-        def ask(pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-            encoded = self._encode_pairs(pairs)
+        def ask(some: list[Any]) -> list[tuple[float, bool]]:
+            encoded = self._encode_pairs([request.args for request in some])
             # the last context_length + 1 tokens: the final one is predicted, never fed
             sequences = [(c + t)[-(self._context.context_length + 1) :] for c, t in encoded]
             scores = self._wait(self._context.client.score(sequences, top_logprobs=1))
@@ -51,9 +58,10 @@ class EndpointLM(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text."""
 
-        def ask(texts: list[tuple[str]]) -> list[float]:
+        def ask(some: list[Any]) -> list[float]:
             size = self._context.context_length
-            tokens = [self._frame.frame_document(ids) for ids in self._tokenize([text for (text,) in texts])]
+            texts = [request.args[0] for request in some]
+            tokens = [self._frame.frame_document(ids) for ids in self._tokenize(texts)]
             windows = [rolling_windows(t, first=self._frame.first, max_tokens=size) for t in tokens]
             flat = [ids for document in windows for ids, _ in document]
             scores = iter(self._wait(self._context.client.score(flat, top_logprobs=1)))
@@ -62,8 +70,21 @@ class EndpointLM(LM):
         return self._answer("loglikelihood_rolling", requests, ask, unasked=0.0)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the greedy answer to each prompt, as a user's message, up to its stop string."""
-        return self._answer("generate_until", requests, lambda args: self._wait(self._generate(args)), unasked="")
+        """Return the greedy answer to each prompt, up to its stop string.
+
+        Raises:
+            SettingsError: a prompt is too long for the context, or the task samples.
+        """
+        journal = self._context.journal
+        waiting = [r for r in requests if not journal.holds(digest_request(GENERATE, r.args))]
+        self._wait(check_questions_fit(self._context, [read_question(self._context.name, r) for r in waiting]))
+
+        def ask(some: list[Any]) -> list[Any]:
+            questions = [read_question(self._context.name, request) for request in some]
+            return [answer.model_dump(mode="json") for answer in self._wait(self._generate(questions))]
+
+        answers = self._answer(GENERATE, requests, ask, unasked=None)
+        return ["" if answer is None else str(answer["text"]) for answer in answers]
 
     def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]], *, unasked: T) -> list[T]:
         """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk.
@@ -71,19 +92,19 @@ class EndpointLM(LM):
         Args:
             kind: of the requests.
             requests: lm-eval's instances.
-            ask: returns the answers to the arguments of some.
+            ask: returns the answers to some of them.
             unasked: stands for the answers of other shards, which nobody reads.
         """
         journal, shard = self._context.journal, self._context.shard
-        keys = [digest_json([kind, *request.args]) for request in requests]
+        keys = [digest_request(kind, request.args) for request in requests]
         # the same ones share a request in every run, as that may change a last bit
         chunks = [range(len(keys))[start : start + CHUNK_REQUESTS] for start in range(0, len(keys), CHUNK_REQUESTS)]
         if shard is not None:
-            clusters = [_name_cluster(request) for request in requests]
+            clusters = [name_cluster(request.doc) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            waiting = [pool.submit(ask, [requests[i].args for i in chunk]) for chunk in chunks]
+            waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
             try:
                 for chunk, answers in zip(chunks, waiting, strict=True):
                     for i, answer in zip(chunk, answers.result(), strict=True):
@@ -94,19 +115,8 @@ class EndpointLM(LM):
                 raise
         return [unasked if (text := journal.find_text(key)) is None else json.loads(text) for key in keys]
 
-    async def _generate(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
-        async def generate(prompt: str, options: dict[str, Any]) -> str:
-            if options.get("do_sample") or options.get("temperature"):
-                raise SettingsError(
-                    f"evals.{self._context.name}: the task samples ({options!r}); "
-                    "only greedy tasks can be compared case by case"
-                )
-            limit = min(options.get("max_gen_toks", self._context.max_tokens), self._context.max_tokens)
-            reply = await self._context.client.chat([{"role": "user", "content": prompt}], max_tokens=limit)
-            until = options.get("until") or []
-            return _cut(reply.text, [until] if isinstance(until, str) else until)
-
-        return list(await asyncio.gather(*(generate(*args) for args in requests)))
+    async def _generate(self, questions: list[Question]) -> list[Answer]:
+        return list(await asyncio.gather(*(answer_question(self._context, question) for question in questions)))
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
@@ -133,19 +143,7 @@ class EndpointLM(LM):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _name_cluster(request: Any) -> str:
-    """Return the cluster of a request's document, or what stands for a document that names none."""
-    document = request.doc if isinstance(request.doc, dict) else {}
-    return str(document["cluster"]) if "cluster" in document else digest_json(repr(request.doc))
-
-
 def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:
     size = len(continuation)
     greedy = scores.top_ids[-size:, 0].tolist() == continuation
     return float(scores.token_logprobs[-size:].astype("float64").sum()), greedy
-
-
-def _cut(text: str, stops: list[str]) -> str:
-    for stop in stops:
-        text = text.split(stop)[0] if stop else text
-    return text

@@ -15,13 +15,12 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import EngineError, EvidenceError
-from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.gate.harm_stop import HarmWatch
 from pipeline.products.text.evals.canary import (
     Prompt,
@@ -29,11 +28,9 @@ from pipeline.products.text.evals.canary import (
     make_records,
     measure_margins,
     merge_records,
-    pick_prompts,
 )
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.evals.harness import import_library
-from pipeline.products.text.evals.material import digest_task
+from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
@@ -41,10 +38,18 @@ from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.products.text.serving.vllm_facts import read_drafts
-from pipeline.products.text.settings import EvalSettings, HarnessEval, TextProduct
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
-from pipeline.records.digests import digest_file, digest_json, digest_text
-from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, format_failures, read_cases
+from pipeline.records.digests import digest_file, digest_text
+from pipeline.records.evaluations import (
+    Candidate,
+    CaseRecord,
+    EvalFile,
+    Evaluation,
+    format_cut,
+    format_failures,
+    read_cases,
+)
 from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.serving import ServingConfig
@@ -52,22 +57,10 @@ from pipeline.records.speculation import SpeculationCounts, sum_speculation
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import Journal, lock_candidate
 from pipeline.running.shards import Shards, find_shards
-from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
 
 CANARY = "canary.jsonl"
-
-
-@dataclass(frozen=True)
-class EvalJob:
-    """One eval to run: its cases, and the digests that say whether records of it can be used again."""
-
-    name: str
-    settings: EvalSettings
-    evalset: Evalset | None
-    evalset_digest: str
-    key: str
 
 
 class Paths:
@@ -120,17 +113,16 @@ async def _evaluate(
     start = time.monotonic()
     evalsets = load_evalsets(product, root)
     # importing lm-eval takes as long as starting servers does
-    describing = pool.submit(describe_evals, product, candidate, evalsets)
+    describing = pool.submit(describe_evals, product, candidate, evalsets, root)
     if candidate.serving.engine == "openai":
         await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
     paths = Paths(build, candidate.name)
     shards = find_shards(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    prompts = pick_prompts(
-        {name: (settings, evalsets[name]) for name, settings in product.evals.items()}, product.canary.num_prompts
-    )
-    plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
+    plain = []
+    if candidate.serving.speculative is not None and candidate.serving.engine != "openai":
+        plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root=root, logs=paths.logs)
     is_traced = product.candidates[candidate.name].trace
     starting = start_engine(
         candidate,
@@ -159,6 +151,7 @@ async def _evaluate(
             else:
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
+        prompts = pick_canary(product, evals)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
@@ -198,37 +191,13 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
     return read_drafts(await client.get_text("/metrics"), serving.speculative)
 
 
-def load_evalsets(product: TextProduct, root: Path) -> dict[str, Evalset | None]:
-    """Return the evalset of each eval; None for a task that brings its own."""
-    return {
-        name: None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
-        for name, settings in product.evals.items()
-    }
-
-
-def describe_evals(product: TextProduct, candidate: Candidate, evalsets: Mapping[str, Evalset | None]) -> list[EvalJob]:
-    """Return the evals with what says whether records can be used again; imports lm-eval where one needs it."""
-    code = digest_code("evaluate", "text")
-    evals = []
-    for name, settings in product.evals.items():
-        evalset = evalsets[name]
-        digest = evalset.digest if evalset else ""
-        if isinstance(settings, HarnessEval):
-            digest = digest_task(name, settings)
-            import_library(name, settings)
-        key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
-        evals.append(EvalJob(name, settings, evalset, digest, key))
-    return evals
-
-
 async def _ask_plain(
-    candidate: Candidate, product: TextProduct, prompts: list[Prompt], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, evals: Sequence[EvalJob], *, root: Path, logs: Path
 ) -> list[CanaryRecord]:
-    """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
-    serving = candidate.serving
-    if serving.speculative is None or serving.engine == "openai" or not prompts:
+    """Ask the canary of a candidate with drafts without them."""
+    if not (prompts := pick_canary(product, evals)):
         return []
-    off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
+    off = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
     async with starting as (engine, client):
         return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
@@ -333,7 +302,7 @@ async def _run_eval(
             f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
         )
     write_cases(paths.folder / f"{job.name}.jsonl", records)
-    shown = _format_headline(job.settings.metrics[0], records)
+    shown = ", ".join(filter(None, (_format_headline(job.settings.metrics[0], records), format_cut(records))))
     print(f"  {job.name}: n={len(records)}, {shown}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return records
 
@@ -354,6 +323,7 @@ def make_context(
         max_tokens=candidate.serving.max_tokens,
         context_length=candidate.serving.context_length,
         fingerprint=engine.fingerprint,
+        is_plain=job.is_plain,
     )
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, name_case
 from pipeline.products.text.evals.material import explain_problems, index_tasks, read_fresh
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
@@ -45,6 +46,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
         samples = await asyncio.to_thread(_run_task, context, context.settings, asyncio.get_running_loop())
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
+    records = _add_answers(context, samples, records)
     seen: dict[str, int] = {}
     for i, record in enumerate(records):
         # the same document twice in a task is two cases; only their place tells them apart
@@ -85,7 +87,7 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
     hashes = [sample["doc_hash"], sample["prompt_hash"], sample["target_hash"]]
     document = sample["doc"] if isinstance(sample["doc"], dict) else {}
     return CaseRecord(
-        case_id=str(document.get("id", f"{settings.task}-{sample['doc_id']}")),
+        case_id=name_case(settings.task, document, sample["doc_id"]),
         input_digest=digest_json(hashes),
         cluster=str(document.get("cluster", hashes[0])),
         buckets=tuple(document.get("buckets", ())),
@@ -95,6 +97,23 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )
+
+
+def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: list[CaseRecord]) -> list[CaseRecord]:
+    """Add what is known of answers in the model's own words; where several filters read one, it is counted once."""
+    counted: set[str] = set()
+    result = []
+    for sample, record in zip(samples, records, strict=True):
+        key = digest_request(GENERATE, sample["arguments"][0])
+        if (text := context.journal.find_text(key)) is not None:
+            answer = Answer.model_validate_json(text)
+            changes = {"cut_by": answer.cut_by, "answer": answer.text if answer.text != record.output else ""}
+            if key not in counted:
+                changes |= {"num_completion_tokens": answer.num_tokens, "speculation": answer.speculation}
+            record = record.model_copy(update=changes)
+            counted.add(key)
+        result.append(record)
+    return result
 
 
 def _format_answer(sample: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,22 @@ from pipeline.products.text.evals import material
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 from pipeline.records.files import write_text
+from pipeline.records.record_files import Record
 from pipeline.running.environment import read_libraries
 from pipeline.settings.base import ENV
 
-MEMORY = ENV / "tasks.json"  # by a digest of what a task's content follows from, the digest of what it asks
+MEMORY = ENV / "tasks.json"  # by a digest of what a task's content follows from, what is known of it
 _READS = ("open", "os.scandir", "glob.glob")  # Python's own names of these events
 _SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom")  # that libraries look at while they start
 _listeners: list[Callable[[str], None]] = []
+
+
+class KnownTask(Record):
+    """What is known of a task: the digest of what it asks, and its documents by their clusters and buckets."""
+
+    digest: str
+    is_answered_in_words: bool
+    documents: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
@@ -38,7 +48,7 @@ def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
     """
     try:
         return {
-            name: digest_known_task(name, settings, root)
+            name: describe_task(name, settings, root).digest
             if isinstance(settings, HarnessEval)
             else digest_folder(root / settings.evalset, ignore=NOTES)
             for name, settings in product.evals.items()
@@ -47,8 +57,8 @@ def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
         raise SettingsError(product.locate(str(error))) from error
 
 
-def digest_known_task(name: str, settings: HarnessEval, root: Path) -> str:
-    """Return the digest of what a task asks, without loading it where that was done before.
+def describe_task(name: str, settings: HarnessEval, root: Path) -> KnownTask:
+    """Return what is known of a task, without loading it where that was done before.
 
     Args:
         name: of the eval.
@@ -59,18 +69,28 @@ def digest_known_task(name: str, settings: HarnessEval, root: Path) -> str:
         SettingsError: the task can't be loaded.
     """
     if settings.include_path is None or not Path(settings.include_path).is_dir():
-        return material.digest_task(name, settings)
+        return _describe_builtin(name, settings)
     folder = Path(settings.include_path).resolve()
     key = _digest_sources(settings, folder)
     memory = _read_memory(root / MEMORY)
     if key in memory:
-        return memory[key]
+        return KnownTask.model_validate(memory[key])
     with _watch_reads() as reads:
-        digest = material.digest_task(name, settings)
+        known = _load(name, settings)
     # a file that is gone was a temporary one
     if all(path.is_relative_to(folder) and path.suffix != ".py" for path in reads if path.exists()):
-        write_text(root / MEMORY, json.dumps(memory | {key: digest}, indent=2) + "\n")
-    return digest
+        write_text(root / MEMORY, json.dumps(memory | {key: known.model_dump()}) + "\n")
+    return known
+
+
+@cache
+def _describe_builtin(name: str, settings: HarnessEval) -> KnownTask:
+    return _load(name, settings)  # what is installed does not change while the program runs
+
+
+def _load(name: str, settings: HarnessEval) -> KnownTask:
+    task = material.load_task(name, settings)
+    return KnownTask(digest=task.digest, is_answered_in_words=bool(task.questions), documents=task.documents)
 
 
 def _digest_sources(settings: HarnessEval, folder: Path) -> str:
@@ -80,7 +100,7 @@ def _digest_sources(settings: HarnessEval, folder: Path) -> str:
     return digest_json([asked, digest_folder(folder), code, read_libraries()])
 
 
-def _read_memory(path: Path) -> dict[str, str]:
+def _read_memory(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

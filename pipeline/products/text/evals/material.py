@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import NOTES
+from pipeline.products.text.evals.generation import GENERATE, Question, name_cluster, read_question
 from pipeline.products.text.evals.imports import list_modules
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
@@ -34,15 +36,36 @@ from pipeline.records.digests import digest_file, digest_folder, digest_json
 FEWSHOT_SEED = 1234  # lm-eval's own
 
 
+@dataclass(frozen=True)
+class Task:
+    """An lm-eval task, loaded.
+
+    Attributes:
+        digest: of what it asks and how it judges.
+        questions: the prompts that are answered in words.
+        documents: cluster and buckets of each document.
+    """
+
+    digest: str
+    questions: tuple[Question, ...]
+    documents: tuple[tuple[str, tuple[str, ...]], ...]
+
+
 def digest_task(name: str, settings: HarnessEval) -> str:
-    """Return the digest of what an lm-eval task asks and how it judges; its paths start at the current folder.
+    """Return the digest of what an lm-eval task asks and how it judges, as `load_task` does."""
+    return load_task(name, settings).digest
+
+
+def load_task(name: str, settings: HarnessEval) -> Task:
+    """Load an lm-eval task as its evaluation does; its paths start at the current folder.
 
     Args:
         name: of the eval.
         settings: its task.
 
     Raises:
-        SettingsError: the task or its documents can't be loaded, or are not of a kind that has a digest.
+        SettingsError: the task or its documents can't be loaded, are not of a kind that has a digest, or the task
+            samples.
     """
     folder = settings.include_path
     with explain_problems(name, "load", settings.task):
@@ -51,9 +74,21 @@ def digest_task(name: str, settings: HarnessEval) -> str:
             tasks = _load_tasks(manager, settings)
             modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
-    return digest_json(
+            requests = [request for task in tasks.values() for request in task.instances]
+        questions = [read_question(name, request) for request in requests if request.request_type == GENERATE]
+    digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
     )
+    documents = {(request.task_name, request.doc_id): request.doc for request in requests}
+    return Task(
+        digest,
+        tuple({question.digest: question for question in questions}.values()),
+        tuple((name_cluster(document), _list_buckets(document)) for document in documents.values()),
+    )
+
+
+def _list_buckets(document: Any) -> tuple[str, ...]:
+    return tuple(map(str, document.get("buckets", ()))) if isinstance(document, dict) else ()
 
 
 @contextlib.contextmanager

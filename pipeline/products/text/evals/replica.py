@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.errors import EvidenceError
-from pipeline.products.text.evals.evaluate import EvalJob, describe_evals, load_evalsets, make_context
+from pipeline.products.text.evals.evaluate import make_context
+from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
@@ -48,7 +49,7 @@ def open_replica(
     ready: Future[None] = Future()
 
     async def serve() -> None:
-        jobs = describe_evals(product, candidate, load_evalsets(product, root))
+        jobs = describe_evals(product, candidate, load_evalsets(product, root), root)
         logs = build / "logs" / candidate.name
         async with start_engine(candidate, product.resources, evals=product.evals, root=root, logs=logs) as served:
             ready.set_result(None)

@@ -11,6 +11,7 @@ import aiohttp
 
 from pipeline.errors import EngineError
 from pipeline.products.text.evals.canary import Prompt
+from pipeline.products.text.evals.generation import Content, ask
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.settings import ResourceSettings
@@ -18,13 +19,13 @@ from pipeline.running.tracing import list_traces
 
 NUM_REQUESTS = 4  # at once, to each server
 NUM_TOKENS = 8  # completion tokens of each
-_SEQUENCE = [list(range(3, 67))]  # token ids for evals that do not chat
+_SEQUENCE = [list(range(3, 67))]  # token ids for evals that generate nothing
 
 
 async def trace_engine(
     engine: Engine, resources: ResourceSettings, prompts: Sequence[Prompt], *, evaluation: Path
 ) -> None:
-    """Trace every server of an engine on a few chats, or on scores where no eval chats.
+    """Trace every server of an engine on a few prompts, or on scores where no eval generates text.
 
     Args:
         engine: started with `traces/` of the evaluation as its folder for traces.
@@ -71,9 +72,12 @@ async def _ask(client: Client, prompts: Sequence[Prompt]) -> None:
     if not prompts:
         await client.score(_SEQUENCE, top_logprobs=1)
         return
-    # another beginning: the server has the prompts of the canary in its cache and would not compute them again
-    chats = [
-        [{"role": "user", "content": f"Trace {i}: {prompt.messages[-1]['content']}"}]
-        for i, prompt in enumerate(prompts[:NUM_REQUESTS])
-    ]
-    await asyncio.gather(*(client.chat(messages, max_tokens=NUM_TOKENS) for messages in chats))
+    contents = [_renew(f"Trace {i}: ", prompt.content) for i, prompt in enumerate(prompts[:NUM_REQUESTS])]
+    await asyncio.gather(*(ask(client, content, max_tokens=NUM_TOKENS) for content in contents))
+
+
+def _renew(beginning: str, content: Content) -> Content:
+    """Give a prompt another beginning: a server that has it in its cache would not compute it again."""
+    if isinstance(content, str):
+        return beginning + content
+    return [{"role": "user", "content": beginning + content[-1]["content"]}]

@@ -30,7 +30,7 @@ from pipeline.products.text.findings.speculation import check_acceptance, check_
 from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.evaluations import OUTGROWN, Candidate
+from pipeline.records.evaluations import OUTGROWN, Candidate, format_cut
 from pipeline.records.verdicts import Comparison, Metric
 
 
@@ -101,6 +101,7 @@ class TextAuditor(Auditor[TextProduct]):
     ) -> None:
         """Add what the canary and the benchmark say of a candidate beside the reference."""
         _measure_canary(findings, evidence, reference, product)
+        _note_cut(findings, evidence, reference)
         if blindness := describe_blindness(reference, evidence):
             findings.add_note(blindness)
         if evidence.candidate.name in product.benchmark.candidates:
@@ -121,6 +122,18 @@ def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference
                 findings.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
             else:
                 findings.add_note(f"{what} and count as wrong")
+
+
+def _note_cut(findings: CandidateFindings, evidence: Evidence, reference: Evidence) -> None:
+    """Say of which evals a limit ended answers before the model did, on either side: they count as wrong."""
+    for eval_name, records in evidence.records.items():
+        sides = {"reference": reference.records.get(eval_name, ()), "candidate": records}
+        cut = [f"{side} {text}" for side, some in sides.items() if (text := format_cut(some))]
+        if cut:
+            limits = sorted({record.cut_by for some in sides.values() for record in some if record.cut_by})
+            findings.add_note(
+                f"{eval_name}: {', '.join(cut)}; they are judged as they are: raise {' and '.join(limits)}"
+            )
 
 
 def _measure_canary(findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:

@@ -61,15 +61,17 @@ class _Baseline:
 
 
 def load_canary(evidence: Evidence) -> list[CanaryRecord]:
-    """Load a candidate's canary; empty when no eval chats.
+    """Load a candidate's canary; empty when no eval generates text.
 
     Raises:
         EvidenceError: it is missing, was edited, or does not say what the evaluation says of it.
     """
     file = evidence.evaluation.canary
     if file is None:
-        if any(e.kind in ("tool_calls", "trajectories") for e in evidence.evaluation.evals.values()):
-            raise EvidenceError(f"{evidence.folder}: expected a canary, as evals chat, found none; run `dvc repro`")
+        if (name := _find_generating(evidence)) is not None:
+            raise EvidenceError(
+                f"{evidence.folder}: expected a canary, as {name} generates text, found none; run `dvc repro`"
+            )
         return []
     path = evidence.folder / file.records
     if not path.is_file() or digest_file(path) != file.sha256:
@@ -84,10 +86,23 @@ def load_canary(evidence: Evidence) -> list[CanaryRecord]:
     return records
 
 
+def _find_generating(evidence: Evidence) -> str | None:
+    """Return an eval whose answers are texts that the model generated; None where none is."""
+    return next(
+        (
+            name
+            for name, file in evidence.evaluation.evals.items()
+            if file.kind in ("tool_calls", "trajectories")
+            or any(record.num_completion_tokens for record in evidence.records.get(name, ()))
+        ),
+        None,
+    )
+
+
 def compare_canary(
     reference: Evidence, candidate: Evidence, settings: CanaryRule, *, alpha: float
 ) -> CanaryComparison | None:
-    """Compare a candidate's path with its baseline; None when no eval chats.
+    """Compare a candidate's path with its baseline; None when no eval generates text.
 
     Args:
         reference: evidence of the reference.
@@ -222,7 +237,7 @@ def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
     remedy = f"raise canary.num_prompts {enough} or canary.target_rate"
     if compared.num_prompts < num_asked:
         remedy = (
-            f"the evals that chat have only {compared.num_prompts} cases: add cases {enough}, or raise "
+            f"the evals that generate text have only {compared.num_prompts} cases: add cases {enough}, or raise "
             "canary.target_rate"
         )
     return (

@@ -67,20 +67,23 @@ def _count_uncounted(evidence: Evidence) -> tuple[int, int] | None:
 
     The one token of an answer that ends at once comes from the prompt's own pass, before any draft.
     """
-    chats = [name for name, file in evidence.evaluation.evals.items() if file.kind in ("tool_calls", "trajectories")]
     answered = [
-        r for name in chats for r in evidence.records.get(name, ()) if r.num_completion_tokens > _count_turns(r)
+        (record, num_turns)
+        for name, file in evidence.evaluation.evals.items()
+        for record in evidence.records.get(name, ())
+        if record.num_completion_tokens > (num_turns := _count_turns(record, file.kind))
     ]
     lacking = [
-        r
-        for r in answered
-        if r.speculation is None or r.num_completion_tokens - r.speculation.num_completion_tokens > _count_turns(r)
+        record
+        for record, num_turns in answered
+        if record.speculation is None
+        or record.num_completion_tokens - record.speculation.num_completion_tokens > num_turns
     ]
     return (len(lacking), len(answered)) if lacking else None
 
 
-def _count_turns(record: CaseRecord) -> int:
-    return len(record.output.split("\n"))  # a line each
+def _count_turns(record: CaseRecord, kind: str) -> int:
+    return 1 if kind == "harness" else len(record.output.split("\n"))  # of a chat a line each
 
 
 def describe_speculation(counts: SpeculationCounts, method: str) -> str:

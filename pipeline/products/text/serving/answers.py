@@ -29,7 +29,7 @@ _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Over
 
 @dataclass(frozen=True)
 class Reply:
-    """One chat answer."""
+    """One answer: to a chat, or to a plain prompt."""
 
     text: str
     tool_calls: tuple[dict[str, Any], ...]
@@ -72,7 +72,8 @@ def find_ignored(body: dict[str, Any], answer: Any) -> str | None:
     usage = answer.get("usage")
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
     # a score request asks for so many tokens after each of its prompts
-    limit = body.get("max_tokens", 0) * len(body.get("prompt", [None]))
+    prompts = body.get("prompt")
+    limit = body.get("max_tokens", 0) * (len(prompts) if isinstance(prompts, list) else 1)
     if limit and isinstance(count, int) and count > limit:
         return (
             f"expected at most {limit} completion tokens, as max_tokens asks, got {count}; the server ignores "
@@ -102,6 +103,28 @@ def read_reply(answer: Any, latency_s: float) -> Reply:
         )
     except _UNREADABLE:
         raise NonsenseError(f"expected a chat completion with its usage, got {_excerpt(answer)}") from None
+
+
+def read_completion(answer: Any, latency_s: float) -> Reply:
+    """Read the continuation of a plain prompt."""
+    try:
+        choice, usage = answer["choices"][0], answer["usage"]
+        if not isinstance(choice["text"], str):
+            raise TypeError
+        return Reply(
+            text=choice["text"],
+            tool_calls=(),
+            finish_reason=choice["finish_reason"],
+            num_prompt_tokens=usage["prompt_tokens"],
+            num_completion_tokens=usage["completion_tokens"],
+            latency_s=latency_s,
+            fingerprint=answer.get("system_fingerprint") or "",
+            speculation=_read_speculation(answer),
+            token_ids=_read_ids(choice.get("token_ids")),
+            prompt_token_ids=_read_ids(choice.get("prompt_token_ids")),
+        )
+    except _UNREADABLE:
+        raise NonsenseError(f"expected a completion with its usage, got {_excerpt(answer)}") from None
 
 
 def _read_ids(ids: Any) -> tuple[int, ...] | None:

@@ -2,7 +2,8 @@
 
 Chat goes through the request handler and the continuous batching of `transformers serve`, greedy
 only. That app would ignore other temperatures, stop strings, logprobs and n without a word; here they are
-a 400. Beside it: scoring of given tokens in vLLM's format, tokenisation, and the fingerprint.
+a 400. Beside it: plain prompts (`completions.py`), scoring of given tokens in vLLM's format, tokenisation, and the
+fingerprint.
 
 A candidate with speculative decoding takes the serial path: continuous batching would drop the drafts. Every path
 streams when asked to, and decodes exactly `max_tokens` tokens when `ignore_eos` and `min_tokens` say so, as vLLM does.
@@ -13,7 +14,6 @@ Not covered: sampling, other modalities.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +34,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, M
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.chat_template import check_template, find_problem
+from pipeline.products.text.serving.completions import Completions, build_generation_config, check_context
 from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.products.text.serving.profiling import build_routes
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
@@ -41,19 +42,11 @@ from pipeline.products.text.serving.speculation import SpeculativeManager
 from pipeline.running.gpu_failures import describe_gpu_failure
 
 EXACT_LENGTH_FIELDS = frozenset({"ignore_eos", "min_tokens"})
-CHAT_FIELDS = frozenset(
-    {
-        "model",
-        "messages",
-        "max_tokens",
-        "temperature",
-        "tools",
-        "return_token_ids",
-        "stream",
-        "stream_options",
-        *EXACT_LENGTH_FIELDS,
-    }
+GREEDY_FIELDS = frozenset(
+    {"model", "max_tokens", "temperature", "return_token_ids", "stream", "stream_options", *EXACT_LENGTH_FIELDS}
 )
+CHAT_FIELDS = GREEDY_FIELDS | {"messages", "tools"}
+COMPLETION_FIELDS = GREEDY_FIELDS | {"prompt", "stop"}
 MAX_TOP_LOGPROBS = 100
 PROBE_TOKENS, NUM_PROBES = 8, 3
 
@@ -79,6 +72,7 @@ class Server:
         if batching:
             self._start_batching()
         self._chat = _make_chat_handler(loaded, ModelManager(), self._state, self._manager)
+        self._completions = Completions(loaded, self._manager)
 
     def _start_batching(self) -> None:
         model = self.loaded.model
@@ -163,13 +157,7 @@ class Server:
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`: greedy, with an explicit `max_tokens`."""
         body = await _read_body(request)
-        if unknown := sorted(body.keys() - CHAT_FIELDS):
-            raise HTTPException(400, f"unsupported field {unknown[0]!r}; supported: {', '.join(sorted(CHAT_FIELDS))}")
-        if body.get("temperature") != 0:
-            raise HTTPException(400, f"temperature: expected 0, got {body.get('temperature')!r}")
-        if not isinstance(body.get("max_tokens"), int) or body["max_tokens"] < 1:
-            raise HTTPException(400, f"max_tokens: expected a positive integer, got {body.get('max_tokens')!r}")
-        _check_streaming_and_length(body)
+        _check_greedy(body, CHAT_FIELDS)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise HTTPException(400, "messages: expected at least one message")
         self._check_model(body)
@@ -184,9 +172,20 @@ class Server:
                 raise HTTPException(400, f"messages: {problem}") from None
             raise
 
-    async def score(self, request: Request) -> Response:
-        """`POST /v1/completions`: log-likelihoods of prompts given as token ids; generates nothing."""
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`: a prompt as it stands, continued greedily; with `echo` given tokens are scored."""
         body = await _read_body(request)
+        if "echo" in body:
+            return await self._score(body)
+        _check_greedy(body, COMPLETION_FIELDS)
+        self._check_model(body)
+        try:
+            return await self._completions.answer(body, f"completion-{next(self._request_numbers)}")
+        except CBWorkerDeadError as error:
+            raise HTTPException(503, str(error)) from None
+
+    async def _score(self, body: dict[str, Any]) -> Response:
+        """Return log-likelihoods of prompts given as token ids; generates nothing."""
         self._check_model(body)
         prompts, num_top = body.get("prompt"), body.get("logprobs")
         if body.get("echo") is not True or body.get("max_tokens") not in (0, 1):
@@ -268,7 +267,7 @@ class Server:
         """Return the ASGI app."""
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.score, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/fingerprint", self.fingerprint),
@@ -300,11 +299,7 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
             return loaded.name, loaded.model, loaded.tokenizer
 
         def _build_generation_config(self, body: dict[str, Any], model_config: Any, use_cb: bool = False) -> Any:
-            config = copy.copy(model_config)  # the library's deep copy takes longer than many a token
-            config.max_new_tokens, config.use_cache = body["max_tokens"], not use_cb
-            if body.get("ignore_eos"):
-                config.eos_token_id = -1  # no token has this id; None would be filled in from the model's own config
-            return config
+            return build_generation_config(body, model_config, use_cache=not use_cb)
 
         def _streaming(
             self,
@@ -316,7 +311,7 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
             gen_config: Any,
             gen_manager: Any,
         ) -> Any:
-            _check_context(inputs["input_ids"], gen_config, loaded)
+            check_context(inputs["input_ids"], gen_config, loaded)
             return super()._streaming(request_id, model, processor, model_id, inputs, gen_config, manager)
 
         async def _non_streaming(
@@ -329,7 +324,7 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
             gen_config: Any,
             gen_manager: Any,
         ) -> Any:
-            _check_context(inputs["input_ids"], gen_config, loaded)
+            check_context(inputs["input_ids"], gen_config, loaded)
             return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, noting)
 
         def _build_completion(self, request_id: str, *args: Any, usage: Any, **kwargs: Any) -> dict[str, Any]:
@@ -375,6 +370,17 @@ class _NotingManager:
         return text, num_prompt, tokens
 
 
+def _check_greedy(body: dict[str, Any], fields: frozenset[str]) -> None:
+    """Refuse a field that would be ignored, a request that is not greedy, and one without its own limit."""
+    if unknown := sorted(body.keys() - fields):
+        raise HTTPException(400, f"unsupported field {unknown[0]!r}; supported: {', '.join(sorted(fields))}")
+    if body.get("temperature") != 0:
+        raise HTTPException(400, f"temperature: expected 0, got {body.get('temperature')!r}")
+    if not isinstance(body.get("max_tokens"), int) or body["max_tokens"] < 1:
+        raise HTTPException(400, f"max_tokens: expected a positive integer, got {body.get('max_tokens')!r}")
+    _check_streaming_and_length(body)
+
+
 def _check_streaming_and_length(body: dict[str, Any]) -> None:
     """Refuse a request that would be served otherwise than it was asked for."""
     if not isinstance(body.get("stream", False), bool):
@@ -387,14 +393,6 @@ def _check_streaming_and_length(body: dict[str, Any]) -> None:
             400,
             "ignore_eos and min_tokens: expected true and the number of max_tokens "
             f"({body['max_tokens']}), or neither field, got {exact!r}",
-        )
-
-
-def _check_context(ids: Any, config: Any, loaded: LoadedModel) -> None:
-    total = (len(ids) if isinstance(ids, list) else ids.shape[-1]) + config.max_new_tokens
-    if total > loaded.serving.context_length:
-        raise HTTPException(
-            400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} tokens, got {total}"
         )
 
 

@@ -1,6 +1,6 @@
 """The one client: everything that talks to an endpoint goes through here, whoever runs the endpoint.
 
-Speaks the OpenAI chat API and vLLM's way of scoring given tokens. Always greedy, always with an
+Speaks the OpenAI API (chats, and plain prompts) and vLLM's way of scoring given tokens. Always greedy, always with an
 explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
 its prefix stays cached there. Waits when a server says
 Retry-After, repeats a request that may succeed later, and never repeats a refused one.
@@ -25,6 +25,7 @@ from pipeline.products.text.serving.answers import (
     Reply,
     TokenScores,
     find_ignored,
+    read_completion,
     read_json,
     read_models,
     read_refusal,
@@ -155,6 +156,30 @@ class Client:
             body["return_token_ids"] = True
         server = self._pick(session)
         reply = await self._post(server, "/v1/chat/completions", body, read_reply)
+        self._check_echo(server, reply.fingerprint)
+        return reply
+
+    async def complete(
+        self, prompt: str, *, max_tokens: int, stops: Sequence[str] = (), return_token_ids: bool = False
+    ) -> Reply:
+        """Ask for the greedy continuation of a plain prompt, up to its first stop string.
+
+        Args:
+            prompt: the text, to which the server's tokenizer adds its special tokens.
+            max_tokens: completion tokens at most.
+            stops: texts that end the answer, and are cut off.
+            return_token_ids: also ask for the token ids of prompt and answer.
+
+        Raises:
+            RequestError, EngineError, IgnoredFieldError: as `chat` does.
+        """
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
+        if stops:
+            body["stop"] = list(stops)
+        if return_token_ids:
+            body["return_token_ids"] = True
+        server = self._pick(None)
+        reply = await self._post(server, "/v1/completions", body, read_completion)
         self._check_echo(server, reply.fingerprint)
         return reply
 

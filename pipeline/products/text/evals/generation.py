@@ -1,0 +1,169 @@
+"""How a task's prompts are answered in the model's own words: asked, cut at the task's stop strings, and counted.
+
+A model without a chat template gets a prompt as it stands, and ends at a stop string. One with a template gets it as
+the message of a user, and its answer is cut afterwards.
+
+Not covered: conversations (`tool_calls.py`, `trajectories.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import RequestError, SettingsError
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.serving.client import Client, Reply
+from pipeline.records.digests import digest_json
+from pipeline.records.record_files import Record
+from pipeline.records.speculation import SpeculationCounts
+
+Content = str | list[dict[str, Any]]  # of a prompt: a text as it stands, or a conversation in OpenAI's style
+GENERATE = "generate_until"  # lm-eval's name of such requests
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt of an lm-eval task that the model answers in its own words.
+
+    Attributes:
+        case_id: of its document.
+        text: the prompt.
+        stops: texts that end the answer.
+        max_tokens: the task's own limit; None where it sets none.
+    """
+
+    case_id: str
+    text: str
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of all that is asked."""
+        return digest_json([self.text, self.stops, self.max_tokens])
+
+    def build_content(self, *, is_plain: bool) -> Content:
+        """Return what is sent: the text itself, or the message of a user."""
+        return self.text if is_plain else [{"role": "user", "content": self.text}]
+
+    def find_limit(self, max_tokens: int) -> tuple[int, str]:
+        """Return how many tokens its answer may have, and the setting that says so."""
+        if self.max_tokens is not None and self.max_tokens < max_tokens:
+            return self.max_tokens, "the task's max_gen_toks"
+        return max_tokens, "serving.max_tokens"
+
+
+class Answer(Record):
+    """What a model wrote, as it is journaled; `cut_by` names the setting that ended it before the model did."""
+
+    text: str
+    num_tokens: int
+    cut_by: str = ""
+    speculation: SpeculationCounts | None = None
+
+
+def digest_request(kind: str, arguments: Sequence[Any]) -> str:
+    """Return the digest that the answer to one of lm-eval's requests is journaled under."""
+    return digest_json([kind, *arguments])
+
+
+def name_case(task: str, document: Any, document_id: Any) -> str:
+    """Return the id of a task's document: its own, or its place."""
+    return str(document.get("id", f"{task}-{document_id}") if isinstance(document, dict) else f"{task}-{document_id}")
+
+
+def name_cluster(document: Any) -> str:
+    """Return the cluster of a task's document, or what stands for a document that names none."""
+    named = document if isinstance(document, dict) else {}
+    return str(named["cluster"]) if "cluster" in named else digest_json(repr(document))
+
+
+def read_question(name: str, request: Any) -> Question:
+    """Read one of lm-eval's `generate_until` requests.
+
+    Raises:
+        SettingsError: the task samples.
+    """
+    prompt, options = request.args
+    if options.get("do_sample") or options.get("temperature"):
+        raise SettingsError(
+            f"evals.{name}: the task samples ({options!r}); only greedy tasks can be compared case by case"
+        )
+    until = options.get("until") or []
+    stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
+    return Question(
+        name_case(request.task_name, request.doc, request.doc_id), prompt, stops, options.get("max_gen_toks")
+    )
+
+
+async def ask(
+    client: Client,
+    content: Content,
+    *,
+    max_tokens: int,
+    stops: Sequence[str] = (),
+    tools: Sequence[dict[str, Any]] | None = None,
+    return_token_ids: bool = False,
+) -> Reply:
+    """Ask for the greedy answer to a plain prompt or a conversation; stop strings end that to a plain one alone."""
+    if isinstance(content, str):
+        return await client.complete(content, max_tokens=max_tokens, stops=stops, return_token_ids=return_token_ids)
+    return await client.chat(content, max_tokens=max_tokens, tools=tools, return_token_ids=return_token_ids)
+
+
+async def count_tokens(client: Client, content: Content, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
+    """Return the tokens of a prompt as the server reads it: with special tokens, or in its chat template."""
+    if isinstance(content, str):
+        (ids,) = await client.tokenize([content])
+        return len(ids)
+    return len(await client.tokenize_chat(content, tools=tools))
+
+
+async def check_questions_fit(context: EvalContext, questions: Sequence[Question]) -> None:
+    """Refuse a task of which a prompt can't fit, before the first one is asked; nothing where none can be counted.
+
+    Raises:
+        SettingsError: names the first such case, its tokens and the limits, and says how many there are.
+    """
+    contents = [question.build_content(is_plain=context.is_plain) for question in questions]
+    try:
+        sizes = await asyncio.gather(*(count_tokens(context.client, content) for content in contents))
+    except RequestError:
+        return
+    too_long = [
+        (question, size, *question.find_limit(context.max_tokens))
+        for question, size in zip(questions, sizes, strict=True)
+        if size + question.find_limit(context.max_tokens)[0] > context.context_length
+    ]
+    if too_long:
+        question, size, limit, setting = too_long[0]
+        raise SettingsError(
+            f"evals.{context.name}: {len(too_long)} of {len(questions)} prompts are too long, first that of case "
+            f"{question.case_id!r}: {size} tokens, which with {setting} {limit} are above serving.context_length "
+            f"{context.context_length}; raise the length, lower {setting}, or shorten the cases"
+        )
+
+
+async def answer_question(context: EvalContext, question: Question) -> Answer:
+    """Ask one question, and return the answer up to the task's first stop string."""
+    limit, setting = question.find_limit(context.max_tokens)
+    content = question.build_content(is_plain=context.is_plain)
+    reply = await ask(context.client, content, max_tokens=limit, stops=question.stops)
+    text = cut(reply.text, question.stops)
+    is_cut = reply.finish_reason == "length" and text == reply.text
+    return Answer(
+        text=text,
+        num_tokens=reply.num_completion_tokens,
+        cut_by=setting if is_cut else "",
+        speculation=reply.speculation,
+    )
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to its first stop string."""
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text

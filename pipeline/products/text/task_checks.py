@@ -1,0 +1,59 @@
+"""What a loaded lm-eval task tells of params.yaml, before any model runs: can its cases prove a tolerance, does a text
+come of it, and can each candidate be asked?
+
+Tasks that lie in their folder are loaded once (`evals/known_tasks.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import SettingsError
+from pipeline.gate.plan import check_plan, plan_gate
+from pipeline.gate.suite_sizes import count_sizes
+from pipeline.gate.wording import use_metrics
+from pipeline.products.text.chat_templates import has_chat_template, holds_chat_template
+from pipeline.products.text.evals.known_tasks import KnownTask, describe_task
+from pipeline.products.text.problems import find_unanswered
+from pipeline.products.text.settings import TextProduct
+from pipeline.running.hub import locate_checkpoint
+
+
+def check_tasks(product: TextProduct, root: Path) -> list[str]:
+    """Check the lm-eval tasks of a product; return a warning for each tolerance that can't be proven and need not be.
+
+    Raises:
+        SettingsError: a task can't be loaded, can't prove what must be proven, or can't be asked of a candidate; or
+            something needs texts of the model, and no eval has it write any.
+    """
+    try:
+        tasks = {name: describe_task(name, settings, root) for name, settings in product.task_evals.items()}
+    except SettingsError as error:
+        raise SettingsError(product.locate(str(error))) from error
+    in_words = [name for name, task in tasks.items() if task.is_answered_in_words]
+    if not in_words and not product.chat_evals and (problems := find_unanswered(product)):
+        raise SettingsError("; ".join(map(product.locate, problems)))
+    if in_words and has_chat_template(product, root):
+        _check_templates(product, root, in_words[0])
+    return _check_sizes(product, tasks)
+
+
+def _check_templates(product: TextProduct, root: Path, eval_name: str) -> None:
+    for name, candidate in product.candidates.items():
+        folder = locate_checkpoint(candidate.checkpoint, root)
+        if not candidate.engine.is_attached and not holds_chat_template(folder):
+            raise SettingsError(
+                f"candidates.{name}.checkpoint: expected a chat template, as the reference {product.reference} has one "
+                f"and {eval_name} is answered in words, found none in {folder}; copy the reference's"
+            )
+
+
+def _check_sizes(product: TextProduct, tasks: dict[str, KnownTask]) -> list[str]:
+    sizes = {
+        name: count_sizes(*zip(*task.documents, strict=True), confidence=1 - product.gate.alpha)
+        for name, task in tasks.items()
+        if task.documents
+    }
+    with use_metrics(product.metrics):
+        rows = [row for row in plan_gate(product, sizes, None) if row.metric.partition("/")[0] in sizes]
+        return check_plan(product, rows)

@@ -1,0 +1,152 @@
+"""Plain prompts through the embedded server: it continues them as plain transformers does, up to the first stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from pipeline.products.text.checkpoints import load_model, load_tokenizer
+from pipeline.products.text.serving.answers import Reply, read_completion
+from pipeline.products.text.serving.completions import StopStrings
+from pipeline.records.evaluations import Candidate
+from tests.fakes.tiny_llama import build_tokenizer, write_tiny_llama
+from tests.integration.test_serving import decode_as_a_stream, make_candidate, make_texts, speculative_candidate
+
+MAX_TOKENS = 16
+BODY = {"model": "tiny", "temperature": 0, "max_tokens": MAX_TOKENS}
+PATHS = ["batched", "serial", "lookup", "draft"]
+
+
+def write_base_model(folder: Path) -> Path:
+    """Write a model without a chat template."""
+    write_tiny_llama(folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def make_server(folder: Path, path: str) -> Any:
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
+
+    candidate: Candidate
+    draft = folder.parent / "draft" if path == "draft" else None
+    if path in ("batched", "serial"):
+        candidate = make_candidate(folder, continuous_batching=path == "batched")
+    else:
+        candidate = speculative_candidate(folder, draft, 3)
+    return Server(load_candidate(candidate, folder, draft_folder=draft))
+
+
+async def post(server: Any, *bodies: dict[str, Any]) -> list[httpx.Response]:
+    """Send requests at once."""
+    transport = httpx.ASGITransport(app=server.build_app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+        return await asyncio.gather(*(client.post("/v1/completions", json=BODY | body) for body in bodies))
+
+
+def continue_plainly(folder: Path, prompts: list[str]) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of each prompt, and what plain transformers puts behind them."""
+    model, tokenizer, pairs = load_model(folder, dtype="float32"), load_tokenizer(folder), []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, eos_token_id=-1, do_sample=False
+        )
+        pairs.append((ids[0].tolist(), output[0, ids.shape[1] :].tolist()))
+    return pairs
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_plain_prompt_is_continued_as_by_plain_generation_up_to_its_first_stop(tmp_path: Path, path: str) -> None:
+    folder, prompts = write_base_model(tmp_path / "tiny"), make_texts(12)
+    write_tiny_llama(tmp_path / "draft")  # the target's twin
+    tokenizer, pairs = load_tokenizer(folder), continue_plainly(folder, prompts)
+    whole = [tokenizer.decode(answer) for _, answer in pairs]
+    stops = [tokenizer.decode(answer[4:6]) for _, answer in pairs]
+    server = make_server(folder, path)
+
+    async def ask() -> list[Reply]:
+        bodies = [
+            {"prompt": p, "return_token_ids": True} | ({"stop": ["\0no", s]} if s else {})
+            for p, s in zip(prompts * 2, [*stops, *[""] * len(stops)], strict=True)
+        ]
+        return [read_completion(answer.json(), 0.1) for answer in await post(server, *bodies)]
+
+    try:
+        replies = asyncio.run(ask())
+    finally:
+        server._manager.stop()
+    stopped, full = replies[: len(prompts)], replies[len(prompts) :]
+    assert [r.text for r in full] == whole
+    assert [r.text for r in stopped] == [text.split(stop)[0] for text, stop in zip(whole, stops, strict=True)]
+    assert {r.finish_reason for r in full} == {"length"} and {r.finish_reason for r in stopped} == {"stop"}
+    assert {r.num_completion_tokens for r in full} == {MAX_TOKENS}
+    assert max(r.num_completion_tokens for r in stopped) < MAX_TOKENS, "nothing was saved"
+    for reply, (prompt, answer) in zip(full, pairs, strict=True):
+        assert (reply.prompt_token_ids, reply.token_ids) == (tuple(prompt), tuple(answer))
+    for reply in replies:
+        assert reply.fingerprint == server.loaded.fingerprint
+        assert (reply.speculation is not None) == (path in ("lookup", "draft"))
+        if reply.speculation is not None:
+            assert reply.speculation.num_completion_tokens == reply.num_completion_tokens
+    if path == "draft":
+        assert all(r.speculation and r.speculation.acceptance_rate == 1 for r in full)
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone() -> None:
+    tokenizer = build_tokenizer()
+    ids = torch.tensor([tokenizer("The courier\n")["input_ids"] + tokenizer("\nA list")["input_ids"]])
+    num_prompt = len(tokenizer("The courier\n")["input_ids"])
+    for stop, is_held in [("\n\n", False), ("courier", False), ("\nA", True), ("<|end|>", False)]:
+        assert StopStrings(tokenizer, [stop], num_prompt=num_prompt)(ids, None).tolist() == [is_held], stop
+    assert StopStrings(tokenizer, ["<|end|>"], num_prompt=0).hold([tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_of_a_plain_prompt_decodes_exactly_as_many_tokens_as_asked(tmp_path: Path, path: str) -> None:
+    folder, (prompt,) = write_base_model(tmp_path / "tiny"), make_texts(1)
+    write_tiny_llama(tmp_path / "draft")
+    ((ids, answer),) = continue_plainly(folder, [prompt])
+    server = make_server(folder, path)
+    exact = {"ignore_eos": True, "min_tokens": MAX_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        (response,) = asyncio.run(post(server, {"prompt": prompt} | exact))
+    finally:
+        server._manager.stop()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
+    text, usage = "".join(c["choices"][0]["text"] for c in chunks), chunks[-1]["usage"]
+    assert text == decode_as_a_stream(load_tokenizer(folder), answer)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), MAX_TOKENS)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert ("speculation" in usage) == (path in ("lookup", "draft"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"temperature": 0.5}, "temperature: expected 0, got 0.5"),
+        ({"logprobs": 1}, "unsupported field 'logprobs'"),
+        ({"prompt": [1, 2]}, "prompt: expected a text, got [1, 2]"),
+        ({"stop": "x"}, "stop: expected a list of texts, got 'x'"),
+        ({"stop": [""]}, "stop: expected a list of texts, got ['']"),
+        ({"stop": ["x"], "stream": True}, "stop: expected none with stream"),
+        ({"max_tokens": 256}, "prompt plus max_tokens: expected at most 256 tokens, got 257"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_plain_prompt_that_would_be_answered_otherwise_is_refused(
+    base_server: Any, change: dict[str, Any], words: str
+) -> None:
+    (response,) = asyncio.run(post(base_server, {"prompt": "x"} | change))
+    assert response.status_code == 400 and words in response.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def base_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_server(write_base_model(tmp_path_factory.mktemp("base") / "tiny"), "serial")

@@ -1,0 +1,86 @@
+"""What an lm-eval task can't do is told before any model runs: too few cases, no texts, no template, no such name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import SettingsError
+from pipeline.products.text.preflight import _check_builtin
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.task_checks import check_tasks
+from tests.fakes.synthetic_records import make_params
+from tests.products.text.test_task_material import TASK
+
+IN_WORDS = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"]}}
+DRAFTS = {"kind": "speculative", "method": "prompt_lookup", "num_speculative_tokens": 3}
+
+
+def write_project(root: Path, *, num_documents: int = 40, num_clusters: int = 40, in_words: bool = True) -> None:
+    """Write two checkpoints, the first with a chat template, and a task."""
+    for folder in ("reference", "other", "tasks"):
+        (root / folder).mkdir()
+    (root / "reference/chat_template.jinja").write_text("{{ messages }}")
+    cases = [{"question": f"What is {i}?", "answer": "a", "cluster": i % num_clusters} for i in range(num_documents)]
+    (root / "tasks/cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    task = TASK | {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "tasks/cases.jsonl"}}}
+    if in_words:
+        task = {k: v for k, v in task.items() if k != "doc_to_choice"} | IN_WORDS
+        task |= {"metric_list": [{"metric": "exact_match"}], "doc_to_target": "{{answer}}"}
+    (root / "tasks/mine.yaml").write_text(json.dumps(task))
+
+
+def make_product(checkpoint: str = "reference", steps: Any = (), on_inconclusive: str = "block") -> TextProduct:
+    data = make_params(["a"], ["a"]).model_dump()
+    data["evals"] = {"mine": {"kind": "harness", "task": "mine", "include_path": "tasks"}}
+    data["candidates"] = {
+        "reference": {"checkpoint": "reference", "steps": []},
+        "a": {"checkpoint": checkpoint, "steps": list(steps)},
+    }
+    data["gate"] |= {"tolerances": {"mine/accuracy": {"overall": 0.2}}, "tripwires": {}}
+    data["gate"]["on_inconclusive"] = on_inconclusive
+    return TextProduct.model_validate(data)
+
+
+def test_a_task_of_too_few_clusters_can_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path, num_clusters=20)
+    with pytest.raises(SettingsError, match=r"gate.tolerances.mine/accuracy.overall: .*20 clusters.*30"):
+        check_tasks(make_product(), tmp_path)
+    (warning,) = check_tasks(make_product(on_inconclusive="warn"), tmp_path)
+    assert "30" in warning
+
+
+def test_a_task_that_can_be_asked_and_proves_enough_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path)
+    assert check_tasks(make_product(steps=[DRAFTS]), tmp_path) == []
+
+
+def test_drafts_need_an_eval_whose_answers_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path, in_words=False)
+    assert check_tasks(make_product(), tmp_path) == []
+    with pytest.raises(SettingsError, match=r"candidates.a.steps: expected an eval of kind .*answered in words, found"):
+        check_tasks(make_product(steps=[DRAFTS]), tmp_path)
+
+
+def test_a_candidate_that_lacks_the_references_template_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path)
+    with pytest.raises(SettingsError, match=r"candidates.a.checkpoint: expected a chat template, as the reference "):
+        check_tasks(make_product("other"), tmp_path)
+    (tmp_path / "reference/chat_template.jinja").rename(tmp_path / "other/chat_template.jinja")
+    assert check_tasks(make_product("other"), tmp_path) == [], "the reference has none: both get plain prompts"
+
+
+def test_a_misspelt_name_is_told_without_lm_evals_index() -> None:
+    with pytest.raises(SettingsError, match="evals.arc.task: lm-eval knows no task 'arc_easi'"):
+        _check_builtin("evals.arc.task", "arc_easi")
+    for name in ("arc_easy", "mmlu", "ai2_arc"):
+        _check_builtin("evals.arc.task", name)
