@@ -259,26 +259,41 @@ def _probe(model: Any) -> torch.Tensor:
 
 
 def _stays(model: Any, moves: Sequence[Move], before: torch.Tensor) -> bool:
-    """Say whether a model answers as before while powers of two are moved."""
+    """Say whether a model answers as before while powers of two are moved.
+
+    Of linear layers what they read and write is scaled: that is the same, and most weights of a large model would be
+    written four times. A norm's weights are, as it may not multiply by them alone.
+    """
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for move in moves:
             num_channels = move.layers[0].weight.shape[1]
             factors = torch.tensor([2.0, 1.0]).repeat(num_channels)[:num_channels]
-            for weight in (getattr(move.divided, part, None) for part in ("weight", "bias")):
-                if weight is None:
-                    continue
-                last = weight.data[-num_channels:]  # of a fused layer those that the others read
-                shaped = factors.to(last).view(-1, *[1] * (last.ndim - 1))
-                if last.dtype == torch.float16:  # halving its smallest numbers loses a digit
-                    stack.callback(last.copy_, last.clone())
-                else:
-                    stack.callback(last.mul_, shaped)
-                last /= shaped
+            if isinstance(move.divided, torch.nn.Linear):
+                stack.callback(move.divided.register_forward_hook(partial(_divide_output, factors)).remove)
+            else:
+                _divide_weights(move.divided, factors, stack)
             for layer in move.layers:
-                stack.callback(layer.weight.data.div_, factors.to(layer.weight))
-                layer.weight.data *= factors.to(layer.weight)
+                stack.callback(layer.register_forward_pre_hook(partial(_multiply_input, factors)).remove)
         off = (_probe(model) - before).abs().max()
     return bool(off <= MAX_MOVED * before.std())
+
+
+def _divide_output(factors: torch.Tensor, _layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    divided = output.clone()
+    divided[..., -len(factors) :] /= factors.to(output)  # of a fused layer those that the others read
+    return divided
+
+
+def _multiply_input(factors: torch.Tensor, _layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (inputs[0] * factors.to(inputs[0]), *inputs[1:])
+
+
+def _divide_weights(norm: Any, factors: torch.Tensor, stack: contextlib.ExitStack) -> None:
+    """Divide a module's weights and biases, and have them put back as they were when the stack is left."""
+    for weight in (getattr(norm, part, None) for part in ("weight", "bias")):
+        if weight is not None:
+            stack.callback(weight.data.copy_, weight.data.clone())
+            weight.data /= factors.to(weight)
 
 
 def forget_model() -> None:
