@@ -88,6 +88,9 @@ def test_a_release_is_refused_where_the_engine_says_nothing_of_its_kernels() -> 
         ({"kernels": {"a": 1}, "cache_config": {"cache_dtype": "auto"}}, False),
         ({"kernels": {"a": 1}, "cache_config": {"cache_dtype": "fp8_e4m3"}}, True),
         ({"cache_config": {"cache_dtype": "fp8"}}, True),
+        # asked by the checkpoint: vLLM's own configuration goes on saying "auto"
+        ({"cache_config": {"cache_dtype": "auto"}, "kernels": {"FlashAttentionImpl 3 cache_dtype=fp8": 6}}, True),
+        ({"kernels": {"Fp8LinearMethod": 6, "FlashAttentionImpl 3 cache_dtype=auto": 6}}, False),
     ],
 )
 def test_a_cache_of_few_bits_is_proven_by_what_the_engine_says_of_it(engine: dict[str, Any], is_known: bool) -> None:

@@ -41,6 +41,14 @@ def test_layers_are_counted_by_the_kernel_that_runs_them() -> None:
     }
 
 
+def test_a_cache_of_few_bits_is_named_by_what_its_layers_store() -> None:
+    """vLLM's configuration says "auto" where the checkpoint asks for one: a cache that was stored so was refused."""
+    layers = [make("Attention", "vllm.x", impl=FLASH, attn_backend=object(), kv_cache_dtype=d) for d in ("fp8", "auto")]
+    assert count_kernels((str(i), module) for i, module in enumerate(layers)) == {
+        "Attention": {"FlashAttentionImpl 3 cache_dtype=fp8": 1, "FlashAttentionImpl 3": 1}
+    }
+
+
 def test_a_draft_model_is_told_apart() -> None:
     class Worker(KernelReport):
         def get_model(self) -> Any:

@@ -6,6 +6,7 @@ kernel that leaves inputs as they are, which flatters a result: NVFP4 runs so on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,13 +58,14 @@ def _find_doubt(evidence: Evidence) -> tuple[str, str] | None:
         doubt = (
             f"whether {' and '.join(cached)} were stored so is not known: the engine did not say that its cache holds "
         )
-        return f"{doubt}floats of eight bits", "set kv-cache-dtype: fp8 in engine.options"
+        return f"{doubt}floats of eight bits", "set kv-cache-dtype: fp8 in engine.options, or engine.report_kernels"
     return None
 
 
 def _stores_floats(engine: Mapping[str, Any]) -> bool:
     """Whether an engine says that its cache holds floats of eight bits."""
-    return any("cache_dtype" in key and "fp8" in str(value) for key, value in _flatten(engine))
+    said = (f"{key}={value}" for key, value in _flatten(engine))  # the name of a kernel has what its layers store
+    return any(re.search(r"cache_dtype=\S*fp8", one) for one in said)
 
 
 def _flatten(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

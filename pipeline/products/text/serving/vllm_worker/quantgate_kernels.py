@@ -54,9 +54,14 @@ def _find_kernels(owner: Any) -> list[str]:
 
 
 def _name_attention(module: Any) -> str:
-    """Return the backend of an attention layer, with the version of FlashAttention where there are several."""
+    """Return the backend of an attention layer, with the version of FlashAttention where there are several.
+
+    Also how it stores keys and values where the checkpoint says so: vLLM's own configuration still says "auto" then.
+    """
     implementation = getattr(module, "impl", None)
     if implementation is None or not hasattr(module, "attn_backend"):
         return ""
     version = getattr(implementation, "vllm_flash_attn_version", None)
-    return type(implementation).__name__ + (f" {version}" if version is not None else "")
+    cache = getattr(module, "kv_cache_dtype", "auto")
+    name = type(implementation).__name__ + (f" {version}" if version is not None else "")
+    return name + (f" cache_dtype={cache}" if cache != "auto" else "")
