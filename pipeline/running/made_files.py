@@ -7,7 +7,7 @@ or a picture: the first two what params.yaml names, the tests all. By hand, all:
     python -m pipeline.running.made_files
 
 The lists lie above the folders, as a file in a checkpoint's folder is part of the checkpoint. A file gets its name
-only after its digest was checked, one process at a time, so that a kill leaves nothing half made. A file that is there
+only after its digest was checked, by one run at a time, so that a kill leaves nothing half made. A file that is there
 is never written over. Its digest is checked once for each list; after that a look is a `stat` a file. Not covered: a
 file that is changed after that. DVC notices one of a checkpoint, the seal of the evalset one of its pictures.
 """
@@ -22,7 +22,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,6 +36,7 @@ from pipeline.errors import EvalsetError, QuantgateError, SettingsError
 from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import read_lines, write_text
+from pipeline.running.environment import count_cores
 from pipeline.settings.base import BUILD, Settings, describe_yaml_error
 from pipeline.settings.yaml_files import read_yaml
 
@@ -95,21 +97,47 @@ def make_missing(
         return
     (root / _LOCK).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(root / _LOCK):
-        for folder in _list_open(folders, root):
-            if folder.list_missing():
-                _make(folder, root, note)
-            _check(folder, folder.path, "of the file that is there; delete it, and run this again to make it anew")
+        try:
+            _make_all(_list_open(folders, root), root, note)
+        finally:
+            for place in PLACES:  # also what a run that was killed left there
+                shutil.rmtree(root / place / _MAKING, ignore_errors=True)
+
+
+def _make_all(folders: Sequence[MadeFolder], root: Path, note: Callable[[str], None] | None) -> None:
+    """Make and check folders, one a core at once, each after those that it is made from; keep which are checked."""
+    begun: dict[str, Future[None]] = {}
+    with ThreadPoolExecutor(count_cores()) as pool:
+        for folder in folders:
+            sources = [begun[path] for path in _list_paths(folder.recipe.arguments) if path in begun]
+            begun[_name(folder, root)] = pool.submit(_make_and_check, folder, root, note, sources)
+        for folder in folders:
+            begun[_name(folder, root)].result()
             checked = _read_checked(root) | {_name(folder, root): digest_json(folder.files)}
             write_text(root / _CHECKED, json.dumps(checked, indent=2) + "\n")
 
 
+def _make_and_check(
+    folder: MadeFolder, root: Path, note: Callable[[str], None] | None, sources: Sequence[Future[None]]
+) -> None:
+    for source in sources:  # each was begun before, so that one is always at work
+        source.result()
+    if folder.list_missing():
+        _make(folder, root, note)
+    _check(folder, folder.path, "of the file that is there; delete it, and run this again to make it anew")
+
+
+def _list_paths(texts: Iterable[str]) -> set[str]:
+    return {os.path.normpath(text) for text in texts if text}
+
+
 def _choose_named(folders: Sequence[MadeFolder], texts: Collection[str], root: Path) -> list[MadeFolder]:
     """Return the folders that are named, and those that they are made from."""
-    named, chosen = {os.path.normpath(text) for text in texts if text}, []
+    named, chosen = _list_paths(texts), []
     for folder in reversed(folders):  # one that another is made from comes before it
         if _name(folder, root) in named:
             chosen.append(folder)
-            named |= {os.path.normpath(text) for text in folder.recipe.arguments if text}
+            named |= _list_paths(folder.recipe.arguments)
     return chosen[::-1]
 
 
@@ -182,22 +210,19 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
         note(f"{folder.path}: making {len(missing)} file{'s' * (len(missing) > 1)} by `{folder.command}`")
     making = folder.path.parent / _MAKING
     making.mkdir(parents=True, exist_ok=True)
-    try:
-        # a name of its own: the script of a process that was killed may still write
-        out = making / Path(tempfile.mkdtemp(dir=making)).name / folder.path.name  # absolute from Python 3.12 on
-        arguments = [*folder.recipe.arguments, "--out", str(out.relative_to(root))]
-        command = [sys.executable, "-m", folder.recipe.module, *arguments]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-            raise QuantgateError(f"{folder.path}: `{folder.command}` failed: {reason}")
-        _check(folder, out, _name_makers(folder))
-        for name in missing:
-            (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).chmod(_MODE)
-            os.replace(out / name, folder.path / name)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)  # with what a run that was killed left there
+    # a name of its own: the script of a process that was killed may still write
+    out = making / Path(tempfile.mkdtemp(dir=making)).name / folder.path.name  # absolute from Python 3.12 on
+    arguments = [*folder.recipe.arguments, "--out", str(out.relative_to(root))]
+    command = [sys.executable, "-m", folder.recipe.module, *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise QuantgateError(f"{folder.path}: `{folder.command}` failed: {reason}")
+    _check(folder, out, _name_makers(folder))
+    for name in missing:
+        (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).chmod(_MODE)
+        os.replace(out / name, folder.path / name)
 
 
 def _check(folder: MadeFolder, where: Path, remedy: str) -> None:

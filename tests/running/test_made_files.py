@@ -107,18 +107,45 @@ def test_a_relative_root_is_as_good_where_temporary_folders_are_named_in_full(
 
 def test_folders_that_nobody_names_are_left_and_what_one_is_made_from_is_made(root: Path) -> None:
     """Pictures of products that params.yaml does not have took a minute of a GPU machine."""
-    content = (root / "models/made.yaml").read_text().replace("[--word, oak]", "[--word, oak, --source, models/tree]")
-    (root / "models/made.yaml").write_text(
-        (root / "models/made.yaml").read_text() + content.replace("tree:", "leaf:", 1)
-    )
-    (root / "models/leaf").mkdir()
-    (root / "grow.py").write_text(SCRIPT.replace('sys.argv[3] == "--out"', "True").replace("argv[4]", "argv[-1]"))
+    write_two_lists(root, "[--word, oak, --source, models/tree]")
     make_missing(root, named_in={"evalsets/other", "models", ""})
     assert count_runs(root) == 0
     make_missing(root, named_in={"./models/leaf/"})
     assert (
         count_runs(root) == 2 and (root / "models/leaf/one.bin").is_file() and (root / "models/tree/one.bin").is_file()
     )
+
+
+def write_two_lists(root: Path, leaf_arguments: str) -> None:
+    """List a second folder beside `tree`, by the same script, and let the script take any arguments."""
+    listed = (root / "models/made.yaml").read_text()
+    leaf = listed.replace("tree:", "leaf:", 1).replace("[--word, oak]", leaf_arguments)
+    (root / "models/made.yaml").write_text(listed + leaf)
+    (root / "models/leaf").mkdir()
+    (root / "grow.py").write_text(SCRIPT.replace('sys.argv[3] == "--out"', "True").replace("argv[4]", "argv[-1]"))
+
+
+def add_to_script(root: Path, lines: str) -> None:
+    (root / "grow.py").write_text((root / "grow.py").read_text() + lines)
+
+
+def test_folders_are_made_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another took 85 s of a machine with 16 cores."""
+    monkeypatch.setattr("pipeline.running.made_files.count_cores", lambda: 2)
+    write_two_lists(root, "[--word, oak]")
+    add_to_script(
+        root, 'end = time.monotonic() + 60\nwhile len(open("runs").readlines()) < 2: assert time.monotonic() < end\n'
+    )
+    make_missing(root)
+    assert read_tree(root) == MADE | {"leaf/one.bin": b"one", "leaf/deep/two.bin": b"two"}
+
+
+def test_a_folder_waits_for_what_it_is_made_from(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.running.made_files.count_cores", lambda: 2)
+    write_two_lists(root, "[--word, oak, --source, models/tree]")
+    add_to_script(root, 'assert "--source" not in sys.argv or Path("models/tree/deep/two.bin").exists()\n')
+    make_missing(root)
+    assert read_tree(root) == MADE | {"leaf/one.bin": b"one", "leaf/deep/two.bin": b"two"}
 
 
 def test_what_is_there_is_only_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
