@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import SettingsError
 from pipeline.products.text import TextKind
 from pipeline.products.text.evals import jobs
-from pipeline.products.text.preflight import _check_builtin
+from pipeline.products.text.preflight import _check_builtin, warn_of_calibration
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.task_checks import check_tasks
 from tests.fakes.synthetic_records import make_candidate, make_params
@@ -61,6 +61,15 @@ def test_a_task_that_can_be_asked_and_proves_enough_is_fine(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)
     assert check_tasks(make_product(steps=[DRAFTS]), tmp_path) == []
+
+
+@pytest.mark.parametrize(("num_samples", "num_warnings"), [(1, 1), (2, 0)])
+def test_one_calibration_text_is_a_warning(num_samples: int, num_warnings: int) -> None:
+    calibration = {"sources": ["prose"], "num_samples": num_samples, "max_tokens": 8, "length_exponent": 0}
+    step = {"kind": "quantize", "algorithm": "awq", "scheme": "W4A16", "calibration": calibration}
+    warnings = warn_of_calibration(make_product(steps=[step]))
+    assert len(warnings) == num_warnings
+    assert all("candidates.a.steps.0.calibration.num_samples: expected several texts, got 1" in w for w in warnings)
 
 
 def test_drafts_need_an_eval_whose_answers_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
