@@ -50,13 +50,13 @@ async def post(server: Any, *bodies: dict[str, Any]) -> list[httpx.Response]:
         return await asyncio.gather(*(client.post("/v1/completions", json=BODY | body) for body in bodies))
 
 
-def continue_plainly(folder: Path, prompts: list[str]) -> list[tuple[list[int], list[int]]]:
+def continue_plainly(folder: Path, prompts: list[str], **options: Any) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt, and what plain transformers puts behind them."""
     model, tokenizer, pairs = load_model(folder, dtype="float32"), load_tokenizer(folder), []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, eos_token_id=-1, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, **options
         )
         pairs.append((ids[0].tolist(), output[0, ids.shape[1] :].tolist()))
     return pairs
@@ -67,7 +67,7 @@ def test_a_plain_prompt_is_continued_as_by_plain_generation_up_to_its_first_stop
     folder, prompts = write_base_model(tmp_path / "tiny"), make_texts(12)
     write_tiny_llama(tmp_path / "draft")  # the target's twin
     tokenizer, pairs = load_tokenizer(folder), continue_plainly(folder, prompts)
-    whole = [tokenizer.decode(answer) for _, answer in pairs]
+    whole = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in pairs]
     stops = [tokenizer.decode(answer[4:6]) for _, answer in pairs]
     server = make_server(folder, path)
 
@@ -85,8 +85,10 @@ def test_a_plain_prompt_is_continued_as_by_plain_generation_up_to_its_first_stop
     stopped, full = replies[: len(prompts)], replies[len(prompts) :]
     assert [r.text for r in full] == whole
     assert [r.text for r in stopped] == [text.split(stop)[0] for text, stop in zip(whole, stops, strict=True)]
-    assert {r.finish_reason for r in full} == {"length"} and {r.finish_reason for r in stopped} == {"stop"}
-    assert {r.num_completion_tokens for r in full} == {MAX_TOKENS}
+    ended = [answer[-1] == tokenizer.eos_token_id for _, answer in pairs]
+    assert [r.finish_reason for r in full] == ["stop" if has_ended else "length" for has_ended in ended]
+    assert {r.finish_reason for r in stopped} == {"stop"} and not all(ended)
+    assert [r.num_completion_tokens for r in full] == [len(answer) for _, answer in pairs]
     assert max(r.num_completion_tokens for r in stopped) < MAX_TOKENS, "nothing was saved"
     for reply, (prompt, answer) in zip(full, pairs, strict=True):
         assert (reply.prompt_token_ids, reply.token_ids) == (tuple(prompt), tuple(answer))
@@ -112,7 +114,7 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone() -> None:
 def test_a_stream_of_a_plain_prompt_decodes_exactly_as_many_tokens_as_asked(tmp_path: Path, path: str) -> None:
     folder, (prompt,) = write_base_model(tmp_path / "tiny"), make_texts(1)
     write_tiny_llama(tmp_path / "draft")
-    ((ids, answer),) = continue_plainly(folder, [prompt])
+    ((ids, answer),) = continue_plainly(folder, [prompt], eos_token_id=-1)
     server = make_server(folder, path)
     exact = {"ignore_eos": True, "min_tokens": MAX_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
     try:

@@ -58,7 +58,7 @@ class TextKind:
             estimate_needs,
             read_card_room,
         )
-        from pipeline.products.text.preflight import check_text
+        from pipeline.products.text.preflight import check_text, warn_of_calibration
         from pipeline.products.text.task_checks import check_tasks
 
         check_ranks(product, len(machine.gpus))
@@ -67,6 +67,7 @@ class TextKind:
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
         return [
             *check_tasks(product, root),
+            *warn_of_calibration(product),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),
             *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),
         ]

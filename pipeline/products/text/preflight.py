@@ -187,6 +187,17 @@ def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:
         )
 
 
+def warn_of_calibration(product: TextProduct) -> list[str]:
+    """Return a line for each step that a single text would calibrate."""
+    return [
+        f"candidates.{name}.steps.{i}.calibration.num_samples: expected several texts, got 1, which all scales would "
+        "fit then; raise it"
+        for name, candidate in product.candidates.items()
+        for i, step in enumerate(candidate.steps)
+        if isinstance(step, WeightStep) and step.calibration is not None and step.calibration.num_samples == 1
+    ]
+
+
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
     if isinstance(step, QuantizeStep):
         plan, calibration = plan_folder(folder, step), step.calibration

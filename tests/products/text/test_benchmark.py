@@ -313,7 +313,7 @@ def test_cases_that_ask_the_same_are_one_prompt(world: World) -> None:
         [case | {"id": str(n), "expected": {"name": "order", "arguments": {"n": n}}} for n in range(3)],
     )
     found = prompts.load_prompts(world.params, world.root)
-    assert sorted(p.content[0]["content"] for p in found) == ["c", "same"]
+    assert sorted(read_text(p) for p in found) == ["c", "same"]
 
 
 def test_memory_of_a_process_and_its_children_is_added_up() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.products.text.preflight import _check_builtin
+from pipeline.products.text import TextKind
+from pipeline.products.text.evals import jobs
+from pipeline.products.text.preflight import _check_builtin, warn_of_calibration
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.task_checks import check_tasks
-from tests.fakes.synthetic_records import make_params
+from tests.fakes.synthetic_records import make_candidate, make_params
+from tests.fakes.tiny_llama import write_documents
 from tests.products.text.test_task_material import TASK
 
 IN_WORDS = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"]}}
@@ -60,6 +63,15 @@ def test_a_task_that_can_be_asked_and_proves_enough_is_fine(tmp_path: Path, monk
     assert check_tasks(make_product(steps=[DRAFTS]), tmp_path) == []
 
 
+@pytest.mark.parametrize(("num_samples", "num_warnings"), [(1, 1), (2, 0)])
+def test_one_calibration_text_is_a_warning(num_samples: int, num_warnings: int) -> None:
+    calibration = {"sources": ["prose"], "num_samples": num_samples, "max_tokens": 8, "length_exponent": 0}
+    step = {"kind": "quantize", "algorithm": "awq", "scheme": "W4A16", "calibration": calibration}
+    warnings = warn_of_calibration(make_product(steps=[step]))
+    assert len(warnings) == num_warnings
+    assert all("candidates.a.steps.0.calibration.num_samples: expected several texts, got 1" in w for w in warnings)
+
+
 def test_drafts_need_an_eval_whose_answers_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path, in_words=False)
@@ -84,3 +96,20 @@ def test_a_misspelt_name_is_told_without_lm_evals_index() -> None:
         _check_builtin("evals.arc.task", "arc_easi")
     for name in ("arc_easy", "mmlu", "ai2_arc"):
         _check_builtin("evals.arc.task", name)
+
+
+def test_a_template_that_comes_or_goes_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts of a task stay the same, and so does a candidate's own folder: the keys alone tell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "import_library", lambda *_: None)
+    write_project(tmp_path)
+    write_documents(tmp_path / "evalsets/calibration", {"long": ["a"]})
+    product, keys, inputs = make_product("other"), [], []
+    for _ in range(2):
+        (job,) = jobs.describe_evals(product, make_candidate("a"), {"mine": None}, tmp_path)
+        keys.append((job.key, job.evalset_digest, job.is_plain, len(job.questions)))
+        inputs.append(TextKind().list_inputs(product, tmp_path).evaluate["a"])
+        (tmp_path / "reference/chat_template.jinja").unlink(missing_ok=True)
+    (chat, digest, *of_chat), (plain, same_digest, *of_plain) = keys
+    assert (of_chat, of_plain) == ([False, 40], [True, 40])
+    assert chat != plain and digest == same_digest and inputs[0] != inputs[1]

@@ -87,14 +87,21 @@ def load_prompts(product: TextProduct, root: Path, evaluated: Path | None = None
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one
             prompts.setdefault(canonical_json([messages, tools]), Prompt(name, case.id, messages, tools))
-    is_plain = evaluated is not None and not has_chat_template(product, root)
-    for name in product.task_evals if evaluated is not None else ():
-        for record in read_answered(evaluated, read_record(evaluated / "evaluation.json", Evaluation), name):
-            content = Question(record.case_id, record.prompt).build_content(is_plain=is_plain)
-            prompts.setdefault(canonical_json([content, None]), Prompt(name, record.case_id, content, None))
+    for prompt in _read_answered(product, root, evaluated) if evaluated is not None else ():
+        prompts.setdefault(canonical_json([prompt.content, None]), prompt)
     mixed = list(prompts.values())
     random.Random(0).shuffle(mixed)
     return mixed
+
+
+def _read_answered(product: TextProduct, root: Path, evaluated: Path) -> Iterator[Prompt]:
+    """Yield the prompts of tasks that were answered in words, as they were sent."""
+    is_plain = not has_chat_template(product, root)
+    evaluation = read_record(evaluated / "evaluation.json", Evaluation)
+    for name in product.task_evals:
+        for record in read_answered(evaluated, evaluation, name):
+            content = Question(record.case_id, record.prompt).build_content(is_plain=is_plain)
+            yield Prompt(name, record.case_id, content, None)
 
 
 def read_expected(product: TextProduct, root: Path, folder: Path, evaluation: Evaluation) -> dict[str, str]:

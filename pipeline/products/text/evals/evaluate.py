@@ -15,7 +15,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -192,7 +192,7 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
 
 
 async def _ask_plain(
-    candidate: Candidate, product: TextProduct, evals: Sequence[EvalJob], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, evals: list[EvalJob], *, root: Path, logs: Path
 ) -> list[CanaryRecord]:
     """Ask the canary of a candidate with drafts without them."""
     if not (prompts := pick_canary(product, evals)):

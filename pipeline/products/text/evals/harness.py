@@ -107,7 +107,10 @@ def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: l
         key = digest_request(GENERATE, sample["arguments"][0])
         if (text := context.journal.find_text(key)) is not None:
             answer = Answer.model_validate_json(text)
-            changes = {"cut_by": answer.cut_by, "answer": answer.text if answer.text != record.output else ""}
+            changes: dict[str, Any] = {
+                "cut_by": answer.cut_by,
+                "answer": answer.text if answer.text != record.output else "",
+            }
             if key not in counted:
                 changes |= {"num_completion_tokens": answer.num_tokens, "speculation": answer.speculation}
             record = record.model_copy(update=changes)

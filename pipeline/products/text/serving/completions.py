@@ -55,7 +55,7 @@ class StopStrings(StoppingCriteria):
         text = self._tokenizer.decode(tokens)
         return any(stop in text for stop in self._stops)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Tell it of prompts with their answers, int64 [batch, n]: transformers asks after each step."""
         held = [self.hold(ids) for ids in input_ids[:, self._num_prompt :].tolist()]
         return torch.tensor(held, device=input_ids.device)
@@ -112,7 +112,7 @@ class Completions:
         """Generate under continuous batching, which knows no stop strings: its request is cancelled at the first."""
         batching, loop = self._manager._cb, asyncio.get_running_loop()
         self._manager._check_alive(request_id)
-        answer: asyncio.Future[list[int]] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
 
         def take(output: Any) -> None:
             if answer.done():
@@ -120,7 +120,7 @@ class Completions:
             if output.error is not None:
                 answer.set_exception(RuntimeError(f"generation of {request_id} failed: {output.error}"))
             elif output.is_finished() or stops.hold(output.generated_tokens):
-                answer.set_result(output.generated_tokens)
+                answer.set_result(output)
 
         batching.register_result_handler(request_id, take)
         batching.add_request(
@@ -130,11 +130,14 @@ class Completions:
             streaming=True,
             eos_token_id=config.eos_token_id,
         )
+        output = None
         try:
-            return await answer
+            output = await answer
         finally:
-            batching.cancel_request(request_id)
-            loop.call_later(FORGET_AFTER_S, batching.output_router.result_handlers.pop, request_id, None)
+            if output is None or not output.is_finished():
+                batching.cancel_request(request_id)
+                loop.call_later(FORGET_AFTER_S, batching.output_router.result_handlers.pop, request_id, None)
+        return list(output.generated_tokens)
 
     async def _stream(self, ids: list[int], config: Any, request_id: str) -> AsyncIterator[bytes]:
         pieces, streamer = self._manager.generate_streaming(
