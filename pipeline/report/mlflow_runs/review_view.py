@@ -26,6 +26,7 @@ def build_review(headline: str) -> dict[str, Any]:
         "isReordered": True,
         "deleted": False,
         "isGenerated": False,
+        "columns": 2,
     }
     return {
         "selectedColumns": [
