@@ -2,8 +2,9 @@
 
 The page matches rows by their first column and shows one other column per run, so the id names
 the eval and the output begins with right or WRONG. It can match only cases that every run logs:
-they are chosen over all candidates at once. Those that most candidates lost come first, then other flips. Covers evals
-whose cases are right or wrong; documents scored by likelihood have no output to show.
+they are chosen over all candidates at once. Those that a candidate lost come first, the headline's
+eval before others, then gains, then what nobody flipped. Covers evals whose cases are right or
+wrong; documents scored by likelihood have no output to show.
 """
 
 from __future__ import annotations
@@ -64,23 +65,20 @@ def select_predictions(
 
 
 def _choose_cases(scored: dict[str, Scored], reference: str) -> list[tuple[str, str]]:
-    """Return the (eval, case) that are shown, as many of each eval, worst first: ties in evalset order."""
+    """Return the (eval, case) that are shown, as many of each eval: losses first, then gains, each in evals' order."""
 
     def count_flips(eval_name: str, case_id: str) -> tuple[int, int]:
         others = [scored[name].get(eval_name, {}).get(case_id, (None, None))[1] for name in scored]
         is_right = scored[reference][eval_name][case_id][1]
         num_flips = sum(ok != is_right for ok in others)
-        return -num_flips * bool(is_right), -num_flips
+        return num_flips * bool(is_right), num_flips  # of these, losses
 
     chosen = []
     for eval_name, cases in scored[reference].items():
-        ordered = sorted(((*count_flips(eval_name, case_id), eval_name, case_id) for case_id in cases), key=_rank)
-        chosen += ordered[:MAX_CASES_PER_EVAL]
-    return [(eval_name, case_id) for *_, eval_name, case_id in sorted(chosen, key=_rank)]
-
-
-def _rank(row: tuple[int, int, str, str]) -> tuple[int, int]:
-    return row[:2]
+        counted = [(*count_flips(eval_name, case_id), eval_name, case_id) for case_id in cases]
+        chosen += sorted(counted, key=lambda row: (-row[0], -row[1]))[:MAX_CASES_PER_EVAL]
+    chosen.sort(key=lambda row: (row[0] == 0, row[1] == 0))  # stable
+    return [(eval_name, case_id) for *_, eval_name, case_id in chosen]
 
 
 def _append_row(

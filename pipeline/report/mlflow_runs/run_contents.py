@@ -79,7 +79,9 @@ def build_runs(
             scored[name] = read_scored(build, name, evals)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
-    tables = select_predictions(scored, judgement.policy.reference, presenter)
+    gated = list(dict.fromkeys(metric.partition("/")[0] for metric in judgement.policy.tolerances))  # headline's first
+    ordered = {name: _order_evals(own, gated) for name, own in scored.items()}
+    tables = select_predictions(ordered, judgement.policy.reference, presenter)
     rules = presenter.choose_rules(judgement.policy)
     pictures = choose_pictures(judgement, evals, scored, build, rules=rules) if rules else {}
     return [
@@ -95,6 +97,11 @@ def build_runs(
         )
         for name in names
     ]
+
+
+def _order_evals(scored: Scored, gated: list[str]) -> Scored:
+    rest = [name for name in scored if name not in gated]
+    return {name: scored[name] for name in [*gated, *rest] if name in scored}
 
 
 def _build_run(
