@@ -28,15 +28,15 @@ def main(argv: list[str]) -> int:
     """Write and register the release of the product named on the command line."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     check_own_cases(product, Path())
-    build, bundle, verdict = product.build, RELEASE / product.name, product.reports / VERDICT_FILE
+    bundle, verdict = RELEASE / product.name, product.reports / VERDICT_FILE
     judgement = read_record(verdict, Judgement)
-    check_marker(build / "gate.ok", judgement, verdict)
+    check_marker(product.build / "gate.ok", judgement, verdict)
     key = os.environ.get(KEY)
     with use_metrics(product.metrics):
         manifest = write_bundle(
             product,
             judgement,
-            build=build,
+            build=product.build,
             params=Path(PARAMS),
             verdict=verdict,
             bundle=bundle,
@@ -45,11 +45,9 @@ def main(argv: list[str]) -> int:
         )
     print(f"{bundle}: {'signed' if key else f'not signed, as {KEY} names no private key'}")
     if not os.environ.get("DVC_EXP_NAME"):  # what an experiment tries out is not released
-        shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
+        same = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
         versions = [
-            ReleasedVersion(
-                s.candidate, Path(s.weights_path), shared | {"gate": s.outcome, "fingerprint": s.fingerprint}
-            )
+            ReleasedVersion(s.candidate, Path(s.weights_path), same | {"gate": s.outcome, "fingerprint": s.fingerprint})
             for s in manifest.release
         ]
         for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), product=product.name):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement
+from pipeline.gate.verdicts import VERDICT_FILE, Judgement
 from pipeline.gate.wording import use_metrics
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record
 from pipeline.report import PAGE
-from pipeline.report.markdown import is_embedded
 from pipeline.report.mlflow_runs.run_contents import build_runs
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
-from pipeline.report.sections import Figure
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
@@ -31,9 +28,12 @@ def main(argv: list[str]) -> int:
     presenter = KINDS[product.kind].get_presenter()
     with use_metrics(product.metrics):
         runs = build_runs(read_record(reports / VERDICT_FILE, Judgement), product.evals, build, presenter)
-    attachments = [*list_attachments(reports, presenter.list_figures(product)), build / PAGE]
     logged = log_runs(
-        runs, root, product=product.name, attachments=attachments, dvc_experiment=os.environ.get("DVC_EXP_NAME", "")
+        runs,
+        root,
+        product=product.name,
+        attachments=list_attachments(product),
+        dvc_experiment=os.environ.get("DVC_EXP_NAME", ""),
     )
     write_pages(logged, root, product=product.name, has_pictures=any(run.images for run in runs))
     print(f"MLflow: {sum(run.is_new for run in logged)} of {len(logged)} runs are new; `make ui` opens it")
@@ -41,12 +41,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def list_attachments(reports: Path, figures: Sequence[Figure]) -> list[Path]:
-    """Return the report and the pictures beside it, less the figures that it leaves out as they would show nothing."""
-    report = reports / REPORT_FILE
-    text = report.read_text(encoding="utf-8")
-    left_out = {figure.name for figure in figures if not is_embedded(figure.name, text)}
-    return [report, *(path for path in sorted(reports.glob("*.png")) if path.name not in left_out)]
+def list_attachments(product: Product) -> list[Path]:
+    """Return the page and the pictures; the report in Markdown is for GitHub, and MLflow would show its source."""
+    return [product.build / PAGE, *sorted(product.reports.glob("*.png"))]
 
 
 if __name__ == "__main__":

@@ -110,14 +110,10 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
     _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
+    if missing := [change for change in loosened if change[0] not in policy.loosened]:
+        raise SettingsError(_ask_reasons(policy, missing, source))
     for key, was, now in loosened:
-        reason = policy.loosened.get(key)
-        if reason is None:
-            raise SettingsError(
-                f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
-                f"at the last release ({source}) and is {_tell(now)}; add "
-                f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back"
-            )
+        reason = policy.loosened[key]
         for part, said, found, whence in (
             ("was", reason.was, was, f"{source} says"),
             ("now", reason.now, now, "is asked now"),
@@ -127,6 +123,18 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
                     f"{_name(policy)}gate.loosened.{key}.{part}: expected {_tell(found)}, as {whence}, "
                     f"got {_tell(said)}; correct it, with its reason"
                 )
+
+
+def _ask_reasons(policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str) -> str:
+    """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them."""
+    (key, was, now), *others = missing
+    shown = [f"{key!r} was {_tell(was)} and is {_tell(now)}" for key, was, now in others]
+    likewise = f"; likewise {', '.join(shown)}; another model is a product of its own" if others else ""
+    return (
+        f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
+        f"at the last release ({source}) and is {_tell(now)}; add "
+        f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back{likewise}"
+    )
 
 
 def _check_reasons(policy: Policy, last: Policy, named: set[str], *, knows_material: bool) -> None:

@@ -42,9 +42,11 @@ def write_report(compared: ReleaseComparison, product: P, presenter: Presenter[P
     pictures = {}
     for figure in presenter.list_figures(product):
         path = product.reports / figure.name
-        figure.draw(compared, path)
         if is_embedded(figure.name, report):
+            figure.draw(compared, path)
             pictures[figure] = path.read_bytes()
+        else:
+            path.unlink(missing_ok=True)  # it would be an empty frame
     write_text(product.build / PAGE, render_html(compared.judgement, explanation, pictures))
 
 

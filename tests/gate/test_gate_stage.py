@@ -359,7 +359,7 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path: Path, monkeypatch
     (tmp_path / "metrics/agent").mkdir(parents=True)
     (tmp_path / "metrics/agent/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([PRODUCT]) == 0
-    reports = ("verdict.json", "report.md", "harm.png", "completion.png", "speed.png")
+    reports = ("verdict.json", "report.md", "harm.png", "completion.png")
     names = [
         *(f"reports/agent/{name}" for name in reports),
         *(f"metrics/agent/{name}.json" for name in ("reference", "good", "bad")),

@@ -124,6 +124,17 @@ def test_another_question_needs_its_reason(
     check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
 
 
+def test_all_that_needs_a_reason_is_told_at_once(released: Path) -> None:
+    """A user with a model of another origin wrote seven reasons, one failing run after the other."""
+    other = name_material(weights="1" * 64, cases={"workflows": "2" * 64})
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(policy(alpha=0.1), released, material=other)
+    said = str(caught.value)
+    assert "expected 'alpha' with a reason, as it was 0.05" in said and "\n" not in said
+    assert "likewise 'reference.weights' was aaaaaaaaaaaa and is 111111111111" in said
+    assert "'evals.workflows.cases' was bbbbbbbbbbbb and is 222222222222" in said
+
+
 def test_a_release_of_before_products_had_names_is_compared_with(released: Path, tmp_path: Path) -> None:
     """Its policy said `track`; what is asked now says product and kind."""
     path = tmp_path / RELEASE / PRODUCT / "manifest.json"

@@ -695,7 +695,7 @@ def test_sections_that_a_product_has_no_use_for_may_be_left_out() -> None:
         del product[key]
     data["candidates"]["awq"]["steps"] = data["candidates"]["int4"]["steps"] = []
     agent = get_product(parse_params(data), "agent", kind=TextProduct)
-    assert agent.benchmark.candidates == [] and agent.list_rules()["grid"] == {}
+    assert agent.benchmark.candidates == [] and agent.list_rules()["timed"] == ()
     data["candidates"]["int4"] = VALID["candidates"]["int4"]
     assert refusal(data).startswith("candidates.int4.steps.0.calibration: expected texts to calibrate on, found no ")
 

@@ -13,7 +13,9 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.products.text.show import TextPresenter
 from pipeline.products.text.show.plots import find_front, plot_completion, plot_sizes
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.files import write_text
 from pipeline.report.plots import choose_shown, plot_harm
+from pipeline.report.publish import write_report
 from pipeline.report.sections import Figure
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, render_report
@@ -45,6 +47,19 @@ def with_buckets(*names: str) -> Callable[[list[CaseRecord]], list[CaseRecord]]:
 def row_of(report: str, start: str) -> list[str]:
     line = next(line for line in report.splitlines() if line.startswith(f"| {start} "))
     return line.removeprefix("| ").removesuffix(" |").split(" | ")
+
+
+def test_a_picture_that_would_be_empty_is_not_written_and_an_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a benchmark the picture of its speeds was an empty frame beside the report and in MLflow."""
+    monkeypatch.chdir(tmp_path)
+    params = make_params(["a"], ["a"])
+    write_tree(params.build, {"a": Behaviour()}, num_cases=50)
+    write_text(params.reports / "speed.png", "of a benchmark that is gone")
+    write_report(compare_release(params, params.build), params, TextPresenter(), None)
+    written = {path.name for path in params.reports.glob("*.png")}
+    assert {"harm.png", "completion.png"} <= written and "speed.png" not in written
 
 
 def test_every_gated_bucket_is_in_the_row_of_its_candidate(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
+from pipeline.report.mlflow_runs.review_view import build_review
 from pipeline.report.mlflow_runs.run_contents import RunContents, name_metrics
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
 from tests.fakes.judging import build_runs, compare_release
@@ -122,6 +123,16 @@ def test_every_run_shows_the_same_cases_flips_first(runs: list[RunContents]) -> 
     assert candidate["output"][0].startswith(candidate["ok"][0])
 
 
+def test_a_review_opens_on_what_decides(runs: list[RunContents]) -> None:
+    """MLflow takes the first three parameters by name for its plot; a column that no run has stays empty."""
+    reference, failed, _ = runs
+    assert sorted(failed.params)[:3] == ["gate", "layers", "mib"]
+    columns = [
+        re.sub(r".*`(.*)`", r"\1", column) for column in build_review(next(iter(reference.metrics)))["selectedColumns"]
+    ]
+    assert columns[-1] == "Description" and set(columns[:-1]) <= {*failed.params, *failed.metrics}
+
+
 def test_selection_keeps_late_flips_when_cases_are_many() -> None:
     def scored(wrong: int | None) -> dict[str, Any]:
         return {"calls": {str(i): (case(str(i)), i != wrong) for i in range(MAX_CASES_PER_EVAL + 100)}}
@@ -133,6 +144,18 @@ def test_selection_keeps_late_flips_when_cases_are_many() -> None:
     assert tables["a"]["id"][:2] == ["calls/7", f"calls/{last}"]
     assert tables["a"]["ok"][:2] == ["right", "WRONG"] and tables["b"]["ok"][:2] == ["WRONG", "right"]
     assert {len(column) for table in tables.values() for column in table.values()} == {MAX_CASES_PER_EVAL}
+
+
+def test_what_candidates_lost_stands_above_what_nobody_lost_whatever_the_eval() -> None:
+    """The first eval's 200 rows that nobody lost hid all losses of the next one."""
+    right, wrong = (case("1"), True), (case("1"), False)
+    scored: dict[str, Any] = {
+        "reference": {"choices": {"1": right, "2": wrong}, "calls": {"1": right}},
+        "a": {"choices": {"1": right, "2": right}, "calls": {"1": wrong}},
+    }
+    tables = select_predictions(scored, "reference", TextPresenter())
+    assert tables["a"]["id"] == ["calls/1", "choices/1", "choices/1"]
+    assert tables["a"]["ok"] == ["WRONG", "right", "right"], "a loss, then a gain, then no flip"
 
 
 def test_missing_failed_and_long_cases_are_told_apart() -> None:
@@ -229,8 +252,9 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
         write_pages(first, tmp_path, product=name, has_pictures=has_pictures)
         pages[name] = (tmp_path / f"mlartifacts/pages-{name}.txt").read_text()
     assert all(first[0].run_id in text for text in pages.values())
-    assert [line.split()[0] for line in pages[PRODUCT].splitlines()] == ["compare", "charts", "predictions"]
-    assert pages["other"].startswith(pages[PRODUCT] + "images "), "pictures have a page of their own"
+    words = [line.split()[0] for line in pages[PRODUCT].splitlines()]
+    assert words == [f"{PRODUCT}:", "runs", "compare", "charts", "predictions"], "each product's pages under its name"
+    assert pages["other"].splitlines()[-1].startswith("  images "), "pictures have a page of their own"
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:

@@ -481,9 +481,7 @@ class TextProduct(Product):
             "exact": tuple(name for name, c in self.candidates.items() if c.exact),
             "benchmarked": tuple(self.benchmark.candidates),
             "max_slowdown": limit,
-            "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"})
-            if self.benchmark.candidates
-            else {},
+            "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
             "timed": () if limit is None else tuple(self.release),
         }
 

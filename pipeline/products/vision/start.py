@@ -92,7 +92,8 @@ def _find_adapter(checkpoint: str, root: Path) -> str:
 
 def _draw_objects(folder: Path, side: int) -> dict[Path, bytes]:
     """Draw a small, a medium and a large box on each picture, and say where they are."""
-    cases, pictures = [], {}
+    cases: list[dict[str, Any]] = []
+    pictures: dict[str, bytes] = {}
     for i, picture in enumerate(_draw_all(side), 1):
         pictures[name := f"images/picture-{i}.png"] = data = _encode(picture)
         annotations = [{"bbox": box, "category_id": 1, "area": box[2] * box[3]} for box in _BOXES]
@@ -103,7 +104,8 @@ def _draw_objects(folder: Path, side: int) -> dict[Path, bytes]:
 
 def _draw_pairs(folder: Path, side: int) -> dict[Path, bytes]:
     """Draw pictures, and the same at half their size."""
-    cases, pictures = [], {}
+    cases: list[dict[str, Any]] = []
+    pictures: dict[str, bytes] = {}
     for i, target in enumerate(_draw_all(side), 1):
         image, wanted = f"images/picture-{i}.png", f"targets/picture-{i}.png"
         pictures |= {image: _encode(target.reduce(2)), wanted: _encode(target)}

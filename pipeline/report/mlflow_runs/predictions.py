@@ -2,8 +2,9 @@
 
 The page matches rows by their first column and shows one other column per run, so the id names
 the eval and the output begins with right or WRONG. It can match only cases that every run logs:
-they are chosen over all candidates at once, those that flipped in any of them first. Covers evals
-whose cases are right or wrong; documents scored by likelihood have no output to show.
+they are chosen over all candidates at once. Those that a candidate lost come first, the headline's
+eval before others, then gains, then what nobody flipped. Covers evals whose cases are right or
+wrong; documents scored by likelihood have no output to show.
 """
 
 from __future__ import annotations
@@ -55,22 +56,29 @@ def select_predictions(
     tables: dict[str, dict[str, list[str]]] = {
         name: {column: [] for column in ("id", "output", "ok", "prompt", "eval")} for name in scored
     }
-    for eval_name, cases in scored[reference].items():
-        for case_id in _choose_cases(eval_name, scored, reference):
-            for name, table in tables.items():
-                record, ok = scored[name].get(eval_name, {}).get(case_id, (None, None))
-                _append_row(table, eval_name, record or cases[case_id][0], ok, presenter, is_missing=record is None)
+    for eval_name, case_id in _choose_cases(scored, reference):
+        shown = scored[reference][eval_name][case_id][0]
+        for name, table in tables.items():
+            record, ok = scored[name].get(eval_name, {}).get(case_id, (None, None))
+            _append_row(table, eval_name, record or shown, ok, presenter, is_missing=record is None)
     return tables
 
 
-def _choose_cases(eval_name: str, scored: dict[str, Scored], reference: str) -> list[str]:
-    base = scored[reference][eval_name]
+def _choose_cases(scored: dict[str, Scored], reference: str) -> list[tuple[str, str]]:
+    """Return the (eval, case) that are shown, as many of each eval: losses first, then gains, each in evals' order."""
 
-    def count_flips(case_id: str) -> int:
-        others = (scored[name].get(eval_name, {}).get(case_id, (None, None))[1] for name in scored)
-        return sum(ok != base[case_id][1] for ok in others)
+    def count_flips(eval_name: str, case_id: str) -> tuple[int, int]:
+        others = [scored[name].get(eval_name, {}).get(case_id, (None, None))[1] for name in scored]
+        is_right = scored[reference][eval_name][case_id][1]
+        num_flips = sum(ok != is_right for ok in others)
+        return num_flips * bool(is_right), num_flips  # of these, losses
 
-    return sorted(base, key=lambda case_id: -count_flips(case_id))[:MAX_CASES_PER_EVAL]  # stable: ties in evalset order
+    chosen = []
+    for eval_name, cases in scored[reference].items():
+        counted = [(*count_flips(eval_name, case_id), eval_name, case_id) for case_id in cases]
+        chosen += sorted(counted, key=lambda row: (-row[0], -row[1]))[:MAX_CASES_PER_EVAL]
+    chosen.sort(key=lambda row: (row[0] == 0, row[1] == 0))  # stable
+    return [(eval_name, case_id) for *_, eval_name, case_id in chosen]
 
 
 def _append_row(

@@ -24,6 +24,7 @@ from pipeline.records.record_files import R, read_record
 from pipeline.records.verdicts import Metric, Verdict
 from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
 from pipeline.report.mlflow_runs.predictions import Scored, read_scored, select_predictions
+from pipeline.report.mlflow_runs.review_view import GATE, SIZE, WORST
 from pipeline.report.pictures.shown import Shown
 from pipeline.report.presenting import JudgedRun, Presenter
 from pipeline.running.tracing import list_traces
@@ -78,7 +79,9 @@ def build_runs(
             scored[name] = read_scored(build, name, evals)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
-    tables = select_predictions(scored, judgement.policy.reference, presenter)
+    gated = list(dict.fromkeys(metric.partition("/")[0] for metric in judgement.policy.tolerances))  # headline's first
+    ordered = {name: _order_evals(own, gated) for name, own in scored.items()}
+    tables = select_predictions(ordered, judgement.policy.reference, presenter)
     rules = presenter.choose_rules(judgement.policy)
     pictures = choose_pictures(judgement, evals, scored, build, rules=rules) if rules else {}
     return [
@@ -94,6 +97,11 @@ def build_runs(
         )
         for name in names
     ]
+
+
+def _order_evals(scored: Scored, gated: list[str]) -> Scored:
+    rest = [name for name in scored if name not in gated]
+    return {name: scored[name] for name in [*gated, *rest] if name in scored}
 
 
 def _build_run(
@@ -116,13 +124,16 @@ def _build_run(
     metrics = judgement.reference_metrics if is_reference else (verdict.metrics if verdict else ())
     headline = next(iter(judgement.policy.tolerances), "")
     traces = tuple(list_traces(folder))
+    params = {GATE: format_role(verdict, is_reference)} | list_params(candidate, evaluation, presenter)
     return RunContents(
         candidate=name,
-        key=digest_json([*says, is_reference, predictions["id"], *(shown.identity for shown in pictures.shown)]),
+        key=digest_json(
+            [*says, params, is_reference, predictions["id"], *(shown.identity for shown in pictures.shown)]
+        ),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline)
         | name_gate(verdict)
         | presenter.measure_run(JudgedRun(verdict, evaluation, folder, scored)),
-        params={"gate": format_role(verdict, is_reference)} | list_params(candidate, evaluation, presenter),
+        params=params,
         predictions=predictions,
         note=_write_note(verdict, is_reference)
         + pictures.note
@@ -199,7 +210,7 @@ def name_gate(verdict: Verdict | None) -> dict[str, float]:
     numbers = {"gate/passed": float(verdict.outcome == "pass")}
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
     if gated:
-        numbers["gate/worst_loss_over_tolerance"] = max(c.harm / tolerance for c, tolerance in gated)
+        numbers[WORST] = max(c.harm / tolerance for c, tolerance in gated)
     return numbers
 
 
@@ -212,7 +223,10 @@ def format_role(verdict: Verdict | None, is_reference: bool) -> str:
 def list_params(
     candidate: BuiltCandidate | None, evaluation: Evaluation | None, presenter: Presenter[Any]
 ) -> dict[str, str]:
-    """Summarise a candidate in a few short values, as far as it was built and evaluated."""
+    """Summarise a candidate in a few short values, as far as it was built and evaluated.
+
+    MLflow's compare page draws the first three by name, gate, layers and size, and ten characters of each value.
+    """
     described = {}
     if evaluation is not None:
         described["serving"] = evaluation.serving.summary
@@ -221,11 +235,11 @@ def list_params(
     checkpoint = candidate.checkpoint
     fallbacks = f", {len(candidate.fallbacks)} fallbacks" if candidate.fallbacks else ""
     return described | {
-        "calibration": "; ".join(filter(None, map(_format_calibration, candidate.steps))) or "none",
-        "checkpoint": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
-        "coverage": _format_coverage(candidate) + fallbacks,
-        "size_mib": f"{checkpoint.num_bytes / (1 << 20):.2f}",
+        "layers": _format_coverage(candidate) + fallbacks,
+        SIZE: f"{checkpoint.num_bytes / (1 << 20):.2f}",
         "steps": "; ".join(map(presenter.format_step, candidate.steps)) or "none",
+        "texts": "; ".join(filter(None, map(_format_calibration, candidate.steps))) or "none",
+        "weights": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
     }
 
 
@@ -246,7 +260,7 @@ def _format_coverage(candidate: BuiltCandidate) -> str:
     counts: dict[str, int] = {}
     for layer in candidate.coverage:
         counts[layer.format] = counts.get(layer.format, 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _write_note(verdict: Verdict | None, is_reference: bool) -> str:

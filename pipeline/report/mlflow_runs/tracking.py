@@ -28,6 +28,7 @@ from pipeline.errors import JournalError
 from pipeline.gate.wording import escape_markdown
 from pipeline.records.files import write_text
 from pipeline.report.mlflow_runs.picture_view import COLUMN, VIEW, build_view
+from pipeline.report.mlflow_runs.review_view import REVIEW, build_review
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.pictures.shown import draw_pictures
 from pipeline.running.tracing import TRACES
@@ -80,7 +81,7 @@ def log_runs(
         experiment_id = _find_experiment(client, name_experiment(product), root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
-        _save_view(client, experiment_id, runs)
+        _save_views(client, experiment_id, runs)
         return logged[::-1]
 
 
@@ -171,16 +172,18 @@ def _place(run: RunContents, dvc_experiment: str) -> dict[str, str]:
     return {COLUMN: run.column} if run.column and not dvc_experiment else {}
 
 
-def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None:
-    """Save the view of all images side by side, where there are images and it is not there yet."""
+def _save_views(client: Any, experiment_id: str, runs: list[RunContents]) -> None:
+    """Save the view for a review, and that of all images side by side where there are some."""
+    views = {REVIEW: build_review(next(iter(runs[0].metrics), ""))}
     shown = [run.images for run in runs]
     if any(shown):
+        views[VIEW] = build_view(shown)
+    tags = client.get_experiment(experiment_id).tags
+    for name, state in views.items():
         # as MLflow's page keeps what its users save under "Views"; it does not show the times
-        view = json.dumps(
-            {"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0, "state": json.dumps(build_view(shown))}
-        )
-        if client.get_experiment(experiment_id).tags.get(f"{_VIEWS}{VIEW}") != view:
-            client.set_experiment_tag(experiment_id, f"{_VIEWS}{VIEW}", view)
+        view = json.dumps({"name": name.replace("-", " "), "createdAt": 0, "updatedAt": 0, "state": json.dumps(state)})
+        if tags.get(f"{_VIEWS}{name}") != view:
+            client.set_experiment_tag(experiment_id, f"{_VIEWS}{name}", view)
 
 
 def search_runs(client: Any, experiment_id: str, query: str) -> list[Any]:
@@ -210,17 +213,19 @@ def _fill(client: Any, run_id: str, run: RunContents, files: list[Path]) -> None
 def write_pages(logged: list[LoggedRun], root: Path, *, product: str, has_pictures: bool) -> None:
     """Write the addresses of the pages worth opening, below the server's root, beside the artifacts.
 
-    The order is that of a review: all numbers in a table, the bars, then every flip side by side.
+    The order is that of a review: verdicts in a list, all numbers in a table, the bars, then every flip side by side.
     """
     ids = quote("[" + ",".join(f'"{run.run_id}"' for run in logged) + "]")
     experiment_id = logged[0].experiment_id
     experiments = quote(f'["{experiment_id}"]')
-    runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
+    runs, review = f"#/experiments/{experiment_id}/runs", f"viewStateShareKey={REVIEW}"
     lines = [
-        f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
-        f"charts       {runs}=CHART",
-        f"predictions  {runs}=ARTIFACT",
+        f"{product}:",
+        f"  runs         {runs}?{review}",
+        f"  compare      #/compare-runs?runs={ids}&experiments={experiments}",
+        f"  charts       {runs}?compareRunsMode=CHART&{review}",
+        f"  predictions  {runs}?compareRunsMode=ARTIFACT",
     ]
     if has_pictures:
-        lines.append(f"images       {runs}=CHART&viewStateShareKey={VIEW}")
+        lines.append(f"  images       {runs}?compareRunsMode=CHART&viewStateShareKey={VIEW}")
     write_text(root / ARTIFACTS_FOLDER / f"pages-{product}.txt", "\n".join(lines) + "\n")

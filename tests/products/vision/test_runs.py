@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.products import KINDS
 from pipeline.products.vision.show.boxes import LOST
 from pipeline.products.vision.show.runs import STITCH
+from pipeline.report.mlflow_runs.picture_view import VIEW
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
 from pipeline.report.pictures.shown import draw_pictures
-from stages.track import list_attachments
 from tests.fakes.judging import build_runs, compare_release
 from tests.fakes.synthetic_detections import Change
 from tests.fakes.synthetic_networks import (
@@ -162,7 +161,7 @@ def test_a_second_log_adds_nothing(detector: Path, tmp_path: Path) -> None:
     again = log_runs(list(describe(detector, "detector", DETECTORS).values()), tmp_path, product="detector")
     assert [(r.run_id, r.is_new) for r in again] == [(r.run_id, False) for r in first]
     write_pages(first, tmp_path, product="detector", has_pictures=any(run.images for run in runs))
-    assert "viewStateShareKey" in (tmp_path / "mlartifacts/pages-detector.txt").read_text()
+    assert f"viewStateShareKey={VIEW}" in (tmp_path / "mlartifacts/pages-detector.txt").read_text()
 
 
 def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path, tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path
         found = client.search_runs([*ids[product]])
         assert {run.info.run_id for run in found} == {run.run_id for run in shown}, "all active: none was binned"
         pages = (tmp_path / f"mlartifacts/pages-{product}.txt").read_text()
-        assert all(run.run_id in pages for run in shown) and "viewStateShareKey" not in pages
+        assert all(run.run_id in pages for run in shown) and f"viewStateShareKey={VIEW}" not in pages
 
 
 def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
@@ -199,16 +198,6 @@ def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
     )
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
     assert len({run.color for run in runs}) == 3
-
-
-def test_pictures_that_the_report_leaves_out_are_not_attached(tmp_path: Path) -> None:
-    """They are there for DVC and show nothing; what a script draws beside the report stays."""
-    for name in ("harm.png", "layers.png", "seams.png", "sweep.png"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "report.md").write_text("![a](harm.png)\n![b](seams.png)\n")
-    figures = KINDS["vision"].get_presenter().list_figures(make_network_product("upscaler", UPSCALERS))
-    attached = [path.name for path in list_attachments(tmp_path, figures)]
-    assert attached == ["report.md", "harm.png", "seams.png", "sweep.png"]
 
 
 Damage = Callable[[Path], Any]
