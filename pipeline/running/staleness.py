@@ -25,6 +25,7 @@ import networkx
 from dvc.dependency import ParamsDependency
 from dvc.output import Output
 from dvc.repo import Repo
+from dvc.repo.reproduce import plan_repro
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc_data.hashfile.hash_info import HashInfo
@@ -64,6 +65,34 @@ def read_commands(root: Path) -> dict[str, list[str]]:
             _name(stage): stage.cmd if isinstance(stage.cmd, list) else [str(stage.cmd)] for stage in repo.index.stages
         },
     )
+
+
+def list_due(targets: Sequence[str] = ()) -> list[str]:
+    """Return the stages that `dvc repro` would run or restore here and now, in its order, as far as can be said ahead.
+
+    One whose inputs are made anew is among them, though they may come out as they were.
+
+    Args:
+        targets: stages that are asked for, with all that they depend on; none: all.
+
+    Raises:
+        EvidenceError: DVC can't say.
+    """
+    with contextlib.ExitStack() as stack:
+        repo = _explain(Path(), lambda: stack.enter_context(Repo("", _wait_for_lock=True)))
+        return _explain(Path(), lambda: _list_due(repo, targets))
+
+
+def _list_due(repo: Repo, targets: Sequence[str]) -> list[str]:
+    graph = repo.index.graph
+    wanted = [stage for stage in repo.index.stages if _name(stage) in targets]
+    due: dict[Stage, str] = {}
+    with repo.lock:
+        for stage in plan_repro(graph, wanted):
+            is_behind = any(other in due and not other.always_changed for other in graph.successors(stage))
+            if is_behind or (not stage.frozen and stage.changed()):
+                due[stage] = _name(stage)
+    return list(due.values())
 
 
 @contextlib.contextmanager
