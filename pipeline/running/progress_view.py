@@ -294,7 +294,8 @@ def _draw_steps(phase: Phase, *, is_wide: bool) -> Table:
         piece, count, rate = "", "", ""
         for fact, began in step.at_work:
             piece, count = fact.piece, f"{fact.done:,}/{fact.total:,}"
-            rate = f"{measure_rate(fact, phase.now - began):.1f}/s"
+            per_s = measure_rate(fact, phase.now - began)
+            rate = f"{per_s:.1f}/s" if per_s and fact.done < fact.total else ""
         left_s = phase.predict_step_s(step)
         left = "" if left_s is None else _format_clock(left_s)
         name = f"{step.owner} {step.stage}".strip()

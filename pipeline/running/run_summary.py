@@ -16,9 +16,10 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
         seconds: that it took.
         cpu_s: CPU time of all its processes, in seconds.
     """
-    if ran := [line for phase in phases for line in _format_owners(phase)]:
+    if ran := [row for phase in phases for row in _list_owners(phase)]:
         yield "what ran, in seconds:"
-        yield from ran
+        width = max(len(owner) for owner, _ in ran)
+        yield from (f"  {owner:{width}}  {', '.join(map(_format_step, steps))}" for owner, steps in ran)
     if reused := [text for phase in phases for text in _list_reused(phase)]:
         yield f"reused: {'; '.join(reused)}"
     if failed := [step.name for phase in phases for step in phase.steps.values() if step.outcome == "failed"]:
@@ -26,15 +27,13 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
     yield f"took {format_duration(seconds)}, and {format_duration(cpu_s)} of CPU time"
 
 
-def _format_owners(phase: Phase) -> Iterator[str]:
-    """Yield a line for each candidate or product that had work done."""
+def _list_owners(phase: Phase) -> Iterator[tuple[str, list[Step]]]:
+    """Yield each candidate or product that had work done, and its steps."""
     steps: dict[str, list[Step]] = {}
     for step in phase.steps.values():
         if not step.is_taken:
-            steps.setdefault(step.owner or step.stage, []).append(step)
-    width = max(map(len, steps), default=0)
-    for owner, own in steps.items():
-        yield f"  {owner:{width}}  {', '.join(map(_format_step, own))}"
+            steps.setdefault(step.owner or "project", []).append(step)
+    yield from steps.items()
 
 
 def _format_step(step: Step) -> str:

@@ -16,6 +16,7 @@ Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ def list_due(targets: Sequence[str] = ()) -> list[str]:
     Raises:
         EvidenceError: DVC can't say.
     """
+    _silence()
     with contextlib.ExitStack() as stack:
         repo = _explain(Path(), lambda: stack.enter_context(Repo("", _wait_for_lock=True)))
         return _explain(Path(), lambda: _list_due(repo, targets))
@@ -105,6 +107,7 @@ def open_project() -> Iterator[Callable[[str], Plan]]:
     Raises:
         EvidenceError: DVC can't say; the function raises it, too, while another DVC works on the same files.
     """
+    _silence()
     root, lock = Path(), threading.Lock()
     with contextlib.ExitStack() as stack:
         repo = _explain(root, lambda: stack.enter_context(Repo(str(root), _wait_for_lock=True)))
@@ -142,6 +145,11 @@ def _is_recorded(stage: Stage) -> bool:
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:
     with contextlib.ExitStack() as stack:
         return _explain(root, lambda: question(stack.enter_context(Repo(str(root)))))
+
+
+def _silence() -> None:
+    """Keep DVC's own bars away: it draws them wherever stderr is a terminal and its log is not quiet."""
+    logging.getLogger("dvc").setLevel(logging.CRITICAL)
 
 
 def _explain(root: Path, question: Callable[[], T]) -> T:

@@ -21,6 +21,7 @@ from pipeline.products import KINDS, prefetch
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch import Order, choose_candidates, count_jobs
 from pipeline.running.prefetched import read_watched
+from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
 from pipeline.settings.execution import LocalExecution, RayExecution
 from tests.paths import ROOT
@@ -58,7 +59,11 @@ def make_all(
 
     workshop: Any = Workshop(failing)
     share = prefetch.Share(params, defaultdict(dict), num_jobs, ())
-    return prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share), workshop
+    view = View(Path("progress.jsonl"))
+    failed = prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share, view)
+    [phase] = view._phases
+    assert not phase.waiting, "what needs no work is not waited for"
+    return failed, workshop
 
 
 def test_products_and_candidates_are_chosen_by_name(params: Params) -> None:
