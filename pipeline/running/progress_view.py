@@ -59,12 +59,13 @@ class View:
         """Prepare it.
 
         Args:
-            facts: the file for what processes say, made new.
+            facts: the file for what processes say, made new; beside it lie the last times and the machine.
             clock: seconds.
             console: where it is shown.
         """
         self._console = console or Console(stderr=True, highlight=False)
         self._facts_path, self._facts, self._clock = facts, FactFile(facts), clock
+        self._last = LastTimes(facts.with_name("last_times.json"), facts.with_name("machine.json"))
         is_terminal = self._console.is_interactive and not os.environ.get("CI")
         self._live = Live(
             console=self._console,
@@ -112,12 +113,11 @@ class View:
             num_jobs: steps at once.
             made_ahead: steps that take over a result; for a phase of steps that begin one after another.
         """
-        last = LastTimes(self._facts_path.with_name("last_times.json"), self._facts_path.with_name("machine.json"))
         return Phase(
             title,
             planned,
             num_jobs=num_jobs,
-            last=last,
+            last=self._last,
             clock=self._clock,
             made_ahead=made_ahead or (),
             is_serial=made_ahead is not None,

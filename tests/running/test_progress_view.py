@@ -203,10 +203,16 @@ def test_however_it_ends_the_cursor_is_back_and_no_bar_is_left(tmp_path: Path, n
     assert "\x1b[?25l" not in after and "━" not in after
 
 
-def test_the_last_times_are_kept_beside_the_facts(tmp_path: Path, clock: Clock) -> None:
+def test_the_last_times_of_all_phases_are_kept_beside_the_facts(tmp_path: Path, clock: Clock) -> None:
+    """The later phase is planned before the first one begins, for the estimate of the whole."""
     view, _ = open_view(tmp_path, clock)
+    later = view.plan("dvc repro", ["env"], made_ahead=())
     view.begin("optimize@awq")
     clock.now += 5
     view.end("optimize@awq")
+    with view.open_phase(later):
+        view.begin("env")
+        clock.now += 2
     [times] = json.loads((tmp_path / "last_times.json").read_text()).values()
     assert times["optimize@awq"] == {"seconds": 5, "num_jobs": 2, "num_counted": 0}
+    assert times["env"] == {"seconds": 2, "num_jobs": 1, "num_counted": 0} and len(times) == 4
