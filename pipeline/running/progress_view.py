@@ -233,7 +233,7 @@ class View:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True)
         count = f"{phase.num_done} of {phase.total} steps"
-        head.add_row(Text(phase.title, "bold"), ProgressBar(phase.total, phase.num_done), count)
+        head.add_row(Text(phase.title, "bold"), _draw_bar(phase.total, phase.num_done), count)
         notes = [Text(f"  {fact.note}", "dim") for step in phase.running for fact, _ in step.at_work if fact.note]
         return Group(head, Text(self._format_times(phase)), _draw_steps(phase, is_wide=is_wide), *notes)
 
@@ -300,18 +300,22 @@ def _draw_steps(phase: Phase, *, is_wide: bool) -> Table:
         left = "" if left_s is None else _format_clock(left_s)
         name = f"{step.owner} {step.stage}".strip()
         if is_wide:
-            table.add_row(name, piece, count, rate, _draw_bar(phase, step, left_s), left)
+            table.add_row(name, piece, count, rate, _draw_step_bar(phase, step, left_s), left)
         else:
             table.add_row(name, count, left)
     return table
 
 
-def _draw_bar(phase: Phase, step: Step, left_s: float | None) -> ProgressBar | str:
+def _draw_bar(total: float, done: float) -> ProgressBar:
+    return ProgressBar(total, done, complete_style="cyan")
+
+
+def _draw_step_bar(phase: Phase, step: Step, left_s: float | None) -> ProgressBar | str:
     """Return the bar of a step by its time, or by the cases of its eval where nobody knows that."""
     if left_s is not None:
         gone = phase.now - step.start
-        return ProgressBar(gone + left_s or 1.0, gone)
-    return next((ProgressBar(fact.total, fact.done) for fact, _ in step.at_work), "")
+        return _draw_bar(gone + left_s or 1.0, gone)
+    return next((_draw_bar(fact.total, fact.done) for fact, _ in step.at_work), "")
 
 
 def _format_clock(seconds: float) -> str:
