@@ -169,7 +169,9 @@ class Phase:
             self.num_passed += self.is_serial
 
     def take(self, fact: Fact) -> None:
-        """Take up what a process says of its step."""
+        """Take up what a process says of its step; one that names none is no part of the run."""
+        if not fact.step:
+            return
         if fact.step not in self.steps:
             self.begin(fact.step)
         step = self.steps[fact.step]

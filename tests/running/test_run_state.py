@@ -155,6 +155,7 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
     phase.take(Fact("optimize@a", is_taken=True))
     clock.now += 3
     phase.take(Fact("compare@p"))
+    phase.take(Fact("", "choices", "cases", 1, 2))
     assert [step.name for step in phase.running] == ["compare@p"] and phase.running[0].number == 4
     assert (phase.num_done, phase.total) == (3, 5) and phase.predict() == Estimate(30, 1, 1)
     assert last.find("optimize@a") is None and last.find(TAKEN) == LastTime(3, 1, 0)
