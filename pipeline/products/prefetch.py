@@ -259,7 +259,7 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
     view.say(f"prefetch: {len(first)} of {len(candidates)} candidates are out of date, {share.num_jobs} at a time")
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
-    phase = view.plan("make candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
+    phase = view.plan("candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
     if num_rest := len(candidates) - len(first):
         phase.reused.append(f"{num_rest} of {len(candidates)} candidates, as they were or by DVC's cache")
     places: SimpleQueue[int] = SimpleQueue()

@@ -47,7 +47,7 @@ def open_view(folder: Path, clock: Clock, *, width: int = 80, is_terminal: bool 
         last.keep(name, LastTime(seconds, 2, 0))
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width, highlight=False)
     view = View(folder / "facts", clock=clock, console=console)
-    phase = view.plan("make candidates", STEPS, num_jobs=2)
+    phase = view.plan("candidates", STEPS, num_jobs=2)
     view._phases.append(phase)
     return view, phase
 
@@ -72,7 +72,7 @@ def test_each_step_has_a_row_that_fits(tmp_path: Path, clock: Clock, width: int)
     work(view, clock)
     lines = draw(view)
     assert max(map(len, lines)) <= width
-    assert lines[0].startswith("make candidates") and lines[0].endswith("0 of 4 steps")
+    assert lines[0].startswith("candidates") and lines[0].endswith("0 of 4 steps")
     said = " ".join(lines[1:-3]).replace("  ", " ")
     assert said == "40 s so far, more than 70 s left: 2 steps never ran here"
     assert re.fullmatch(
@@ -145,7 +145,7 @@ from pipeline.running.progress import Progress, begin_step
 from pipeline.running.progress_view import View, end_on_sigterm
 folder = Path(sys.argv[1])
 with View(folder / "facts") as view, end_on_sigterm(view):
-    phase = view.plan("make candidates", ["evaluate@int8"])
+    phase = view.plan("candidates", ["evaluate@int8"])
     with view.open_phase(phase):
         begin_step("evaluate@int8")
         Progress("choices", total=400, kept=100)
