@@ -28,8 +28,7 @@ plan: setup  ## what the gate's suites can prove and what a run will cost, befor
 
 repro: setup  ## run what is out of date, to the verdict; fails when the gate fails; JOBS=4: four candidates at once
 	@python -m scripts.check_settings
-	python -m pipeline prefetch --jobs $(JOBS)
-	python -m dvc repro
+	python -m pipeline repro --jobs $(JOBS)
 
 repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released in a temporary copy
 	python scripts/repro_rejected.py $(REJECTED)

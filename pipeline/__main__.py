@@ -1,7 +1,8 @@
-"""The command `quantgate`: the gate on records of others and of a project, work ahead of `dvc repro`, and a start.
+"""The command `quantgate`: the gate on records of others and of a project, the run of its stages, and a start.
 
     quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
     quantgate gate [PRODUCT]
+    quantgate repro [PRODUCT ...] [--jobs 4]
     quantgate prefetch [PRODUCT|CANDIDATE ...] [--jobs 4]
     quantgate init NAME --kind text --checkpoint FOLDER [--remove-shipped]
     quantgate --version
@@ -134,6 +135,14 @@ def init(options: argparse.Namespace) -> int:
 def _list_start_options() -> dict[str, str]:
     """Return the options that a kind has beside those of every kind, with their help."""
     return {name: f"of kind {own}: {text}" for own, kind in KINDS.items() for name, text in kind.start_options.items()}
+
+
+def repro(options: argparse.Namespace) -> int:
+    """Run every stage that is out of date: candidates side by side, then `dvc repro`, whose exit code is returned."""
+    from pipeline.products.repro import repro as run_all
+
+    gc.enable()
+    return run_all(options.names, None if options.jobs == "auto" else _count("--jobs", options.jobs))
 
 
 def _count(option: str, value: str) -> int:
@@ -279,15 +288,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")
-    commands = parser.add_subparsers(required=True, metavar="{compare,gate,prefetch,init}")
+    commands = parser.add_subparsers(required=True, metavar="{compare,gate,repro,prefetch,init}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
     own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
     own.add_argument("product", nargs="?", metavar="PRODUCT", help="of params.yaml; needed where there are several")
     own.set_defaults(run=gate)
+    whole = commands.add_parser("repro", help="run every stage that is out of date, to the verdict, in one view")
+    whole.description = "As `quantgate prefetch` and then `dvc repro`, whose exit code is this one's."
+    whole.add_argument("names", nargs="*", metavar="PRODUCT", help="of params.yaml; none: all")
+    whole.set_defaults(run=repro)
     ahead = commands.add_parser("prefetch", help="make and evaluate what is out of date, several candidates at once")
     ahead.description = "Results are kept for `dvc repro`, which takes them over, checks and judges."
     ahead.add_argument("names", nargs="*", metavar="PRODUCT|CANDIDATE", help="of params.yaml; none: all")
-    ahead.add_argument("--jobs", default="auto", metavar="N", help="candidates at once (auto: the product's workers)")
+    for command in (whole, ahead):
+        command.add_argument("--jobs", default="auto", metavar="N", help="candidates at once (auto: product's workers)")
     ahead.set_defaults(run=prefetch)
     _add_init(commands.add_parser("init", help="start a product of your own in params.yaml, with example cases"))
     return parser.parse_args(argv)

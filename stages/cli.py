@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.records.plain_text import format_line
+from pipeline.running.progress import DVC_STAGE, begin_step
 from pipeline.running.quiet import silence_torchao
 
 
@@ -47,6 +49,8 @@ def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = F
             looking for it takes a quarter of the time of importing mlflow.
     """
     silence_torchao()
+    if stage := os.environ.get(DVC_STAGE):
+        begin_step(stage)
     if is_short:
         gc.disable()
     try:

@@ -37,6 +37,8 @@ from pipeline.records.plain_text import format_line
 from pipeline.running.environment import VISIBLE, list_own_gpus
 from pipeline.running.journal import lock_candidate
 from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back, read_watched
+from pipeline.running.progress import begin_step, tell_taken
+from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.stage_code import digest_code
 from pipeline.running.staleness import Plan, open_project, read_commands
 from pipeline.running.warm_processes import WarmProcess
@@ -45,7 +47,7 @@ from pipeline.settings.base import ENV, Product
 from pipeline.settings.execution import RayExecution
 
 Ask = Callable[[str], Plan]
-_STAGES = ("optimize", "evaluate")
+STAGES = ("optimize", "evaluate")
 _TURNS = ENV / "turns"
 _RWLOCK = Path(".dvc/tmp/rwlock")
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
@@ -73,10 +75,15 @@ class Order:
     num_workers: int
     gpus: str | None = None
 
+    @property
+    def step(self) -> str:
+        """Its name, as of a stage of DVC."""
+        return f"{self.stage}@{self.candidate}"
+
 
 @dataclass(frozen=True)
-class _Share:
-    """How the machine is shared out among the candidates that are worked on at once."""
+class Share:
+    """How the machine is shared out among the candidates that are worked on at once; no jobs: nothing is gained."""
 
     params: Params
     watched: Mapping[str, Mapping[str, Mapping[str, str]]]  # by candidate
@@ -109,19 +116,42 @@ def prefetch(names: Sequence[str], num_jobs: int | None) -> None:
         JournalError: another prefetch runs.
         QuantgateError: candidates failed; what the others made is kept.
     """
-    with _lock_project():
-        _run_env()
+    with open_run(names, num_jobs) as (view, candidates, share):
+        if share.num_jobs:
+            make_ahead(view, candidates, share)
+        else:
+            view.say("prefetch: `dvc repro` alone takes as long; name the number of candidates at once, as in --jobs 4")
+
+
+@contextlib.contextmanager
+def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View, Mapping[str, Product], Share]]:
+    """Keep others away, run stage `env`, and give the view of the run, the candidates that are named, and their share.
+
+    Raises:
+        SettingsError: params.yaml is wrong, or a name is not in it.
+        JournalError: another run works here.
+        QuantgateError: stage `env` failed.
+    """
+    with lock_project():
+        run_env()
         params = load_params()
         candidates = choose_candidates(params, names)
-        watched = {name: {stage: read_watched(stage, name) for stage in _STAGES} for name in candidates}
+        watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
         num_jobs = num_jobs or count_jobs(params, candidates.values())
-        if not num_jobs:
-            print("prefetch: `dvc repro` alone takes as long; name the number of candidates at once, as in --jobs 4")
-            return
-        # threads of one step that wait for each other by spinning take the cores from the other steps: CPU time halves
-        os.environ.setdefault(_WAITING, "passive")
-        with open_project() as ask, _Workshop() as workshop:
-            failed = _make_all(ask, workshop, candidates, _Share(params, watched, num_jobs, list_own_gpus()))
+        with View(ENV / "progress.jsonl") as view, end_on_sigterm(view):
+            yield view, candidates, Share(params, watched, num_jobs, list_own_gpus())
+
+
+def make_ahead(view: View, candidates: Mapping[str, Product], share: Share) -> None:
+    """Make and evaluate candidates where DVC would.
+
+    Raises:
+        QuantgateError: candidates failed; what the others made is kept.
+    """
+    # threads of one step that wait for each other by spinning take the cores from the other steps: CPU time halves
+    os.environ.setdefault(_WAITING, "passive")
+    with open_project() as ask, _Workshop(view) as workshop:
+        failed = _make_all(ask, workshop, candidates, share, view)
     if failed:
         raise QuantgateError(f"{', '.join(failed)}: failed, as said above; what finished is kept")
 
@@ -152,7 +182,7 @@ def count_jobs(params: Params, products: Collection[Product]) -> int:
 
 
 @contextlib.contextmanager
-def _lock_project() -> Iterator[None]:
+def lock_project() -> Iterator[None]:
     """Keep a second prefetch away: it would only wait for the same candidates."""
     path = ENV / "prefetch.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +210,7 @@ def _remove_half_a_lock() -> None:
     _RWLOCK.unlink(missing_ok=True)
 
 
-def _run_env() -> None:
+def run_env() -> None:
     """Run stage `env`, whose digests say what is out of date; it also checks settings, files and memory."""
     for command in read_commands(Path())["env"]:
         if subprocess.run(command, shell=True).returncode:
@@ -190,7 +220,8 @@ def _run_env() -> None:
 class _Workshop:
     """The warm processes, one a kind, each started when its first task comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: View) -> None:
+        self._view = view
         self._processes: dict[str, WarmProcess] = {}
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
@@ -202,32 +233,35 @@ class _Workshop:
         self._stack.close()
 
     def run(self, order: Order) -> bool:
-        """Carry out one step of a candidate; say whether that worked, and on stderr how it ended."""
+        """Carry out one step of a candidate; say whether that worked, and in the view how it ended."""
         start = time.monotonic()
+        self._view.begin(order.step)
         code = self._find(order.product.kind).run(order.candidate, carry_out, order)
         if code < 0:
             how = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
         else:
             how = "failed" if code else "done"
         seconds = time.monotonic() - start
-        print(f"{order.candidate}: {order.stage}: {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
+        self._view.end(order.step, has_failed=code != 0)
+        self._view.say(f"{order.candidate}: {order.stage}: {how}, {seconds:.1f} s")
         return code == 0
 
     def _find(self, kind: str) -> WarmProcess:
         with self._lock:
             if kind not in self._processes or self._processes[kind].is_gone:
-                self._processes[kind] = self._stack.enter_context(WarmProcess(preload))
+                self._processes[kind] = self._stack.enter_context(WarmProcess(preload, show=self._view.show))
             return self._processes[kind]
 
 
-def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: _Share) -> list[str]:
+def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: Share, view: View) -> list[str]:
     """Work on the candidates that are out of date, so many at once; return those that failed."""
     first = {name: stage for name in candidates if (stage := _find_first_stage(ask, name)) is not None}
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
-    print(
-        f"prefetch: {len(first)} of {len(candidates)} candidates are out of date, {share.num_jobs} at a time",
-        flush=True,
-    )
+    view.say(f"prefetch: {len(first)} of {len(candidates)} candidates are out of date, {share.num_jobs} at a time")
+    planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
+    phase = view.plan("candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
+    if num_rest := len(candidates) - len(first):
+        phase.reused.append(f"{num_rest} of {len(candidates)} candidates, as they were or by DVC's cache")
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(share.num_jobs):
         places.put(place)
@@ -237,12 +271,14 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
         try:
             return _make_candidate(ask, workshop, first[name], share.give(name, candidates[name], place))
         except EvidenceError as error:  # DVC can't say
-            print(f"{name}: {format_line(str(error))}", file=sys.stderr, flush=True)
+            view.say(f"{name}: {format_line(str(error))}")
             return False
         finally:
+            for step in planned[name]:
+                view.drop(step)
             places.put(place)
 
-    with ThreadPoolExecutor(share.num_jobs) as pool:
+    with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
         is_made = list(pool.map(make, first))
     return [name for name, made in zip(first, is_made, strict=True) if not made]
 
@@ -283,11 +319,13 @@ def carry_out(order: Order) -> None:
     """
     if order.gpus is not None and order.stage == "evaluate":
         os.environ[VISIBLE] = order.gpus
+    begin_step(order.step)
     work_here(_TURNS)
     work = Work(order.stage, order.candidate, order.product)
     inputs = _digest_inputs(order, work)
     with lock_candidate(order.product.build, order.candidate):
         if put_back(work, inputs):
+            tell_taken(order.step)
             print(f"{order.stage}: kept from an earlier prefetch")
             return
     _run_stage(order)

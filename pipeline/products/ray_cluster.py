@@ -30,12 +30,13 @@ from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import read_record
 from pipeline.running.journal import lock_candidate
+from pipeline.running.progress import Progress
 from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.execution import RayExecution
 
 SHARDS_A_WORKER = 4  # so that a slow one takes fewer
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
-_POLL_S, _PROGRESS_S = 1.0, 10.0
+_POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
 
 
@@ -224,7 +225,7 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
     starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
     running: dict[Any, _Worker] = {}
     ready: list[_Worker] = []
-    last = time.monotonic()
+    progress = Progress(run.order.candidate, total=run.count, kept=run.count - len(run.waiting), unit="shards")
     while run.waiting or running or not ready:
         if not starting and not running and not ready:
             raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
@@ -242,9 +243,8 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
         _assign(run, ready, running)
         for worker in running.values():
             _take_new(ray, run, worker)
-        if time.monotonic() - last > _PROGRESS_S:
-            last = time.monotonic()
-            _say_progress(run, [*running.values(), *ready])
+        left = len(run.waiting) + sum(worker.shard is not None for worker in running.values())
+        progress.reach(run.count - left, note=_format_replicas(run, [*running.values(), *ready]))
     for worker in ready[1:]:
         ray.kill(worker.actor)
     return ready[0]
@@ -332,18 +332,12 @@ def _write_new(run: _Run, worker: _Worker, new: Sequence[tuple[str, int, bytes]]
     return any(name.endswith(".jsonl") for name, _, _ in new)
 
 
-def _say_progress(run: _Run, workers: Sequence[_Worker]) -> None:
+def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
+    """Return how many entries a second each replica writes, and how many replicas died."""
     seconds = time.monotonic() - run.start
-    left = len(run.waiting) + sum(worker.shard is not None for worker in workers)
-    done = run.count - left
-    eta = f", about {seconds / done * left:.0f} s left" if done else ""
     rates = ", ".join(f"{worker.host} {worker.num_entries / seconds:.1f}/s" for worker in workers)
     lost = f", {run.num_dead} dead, {run.failures.total()} retries" if run.num_dead or run.failures else ""
-    print(
-        f"  {run.order.candidate}: {done}/{run.count} shards, {len(workers)} replicas ({rates}){lost}{eta}",
-        file=sys.stderr,
-        flush=True,
-    )
+    return f"{len(workers)} replicas ({rates}){lost}"
 
 
 def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:

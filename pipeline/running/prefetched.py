@@ -28,10 +28,10 @@ from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import Record, read_record, write_record
 from pipeline.running.journal import lock_candidate
+from pipeline.running.progress import DVC_STAGE, tell_taken
 from pipeline.running.stage_code import digest_code
 from pipeline.settings.base import ENV, Product
 
-DVC_STAGE = "DVC_STAGE"  # the variable in which DVC names the stage that it runs
 _OUTPUTS = {"optimize": "candidates", "evaluate": "evaluations"}  # the folder of each stage's outputs
 _EVERY_FILE: frozenset[str] = frozenset()  # notes count as well
 
@@ -136,6 +136,8 @@ def take_over(stage: str, candidate: str, product: Product) -> bool:
             replace_folder(work.folder, work.target)
         work.seal.unlink()
         shutil.rmtree(work.folder, ignore_errors=True)
+    if fits:
+        tell_taken(f"{stage}@{candidate}")
     what = "taken over" if fits else "of other inputs or damaged, and not taken over"
     print(f"{candidate}: made ahead by `quantgate prefetch`, {what}", file=sys.stderr, flush=True)
     return fits

@@ -16,6 +16,7 @@ Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import networkx
 from dvc.dependency import ParamsDependency
 from dvc.output import Output
 from dvc.repo import Repo
+from dvc.repo.reproduce import plan_repro
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc_data.hashfile.hash_info import HashInfo
@@ -66,6 +68,35 @@ def read_commands(root: Path) -> dict[str, list[str]]:
     )
 
 
+def list_due(targets: Sequence[str] = ()) -> list[str]:
+    """Return the stages that `dvc repro` would run or restore here and now, in its order, as far as can be said ahead.
+
+    One whose inputs are made anew is among them, though they may come out as they were.
+
+    Args:
+        targets: stages that are asked for, with all that they depend on; none: all.
+
+    Raises:
+        EvidenceError: DVC can't say.
+    """
+    _silence()
+    with contextlib.ExitStack() as stack:
+        repo = _explain(Path(), lambda: stack.enter_context(Repo("", _wait_for_lock=True)))
+        return _explain(Path(), lambda: _list_due(repo, targets))
+
+
+def _list_due(repo: Repo, targets: Sequence[str]) -> list[str]:
+    graph = repo.index.graph
+    wanted = [stage for stage in repo.index.stages if _name(stage) in targets]
+    due: dict[Stage, str] = {}
+    with repo.lock:
+        for stage in plan_repro(graph, wanted):
+            is_behind = any(other in due and not other.always_changed for other in graph.successors(stage))
+            if is_behind or (not stage.frozen and stage.changed()):
+                due[stage] = _name(stage)
+    return list(due.values())
+
+
 @contextlib.contextmanager
 def open_project() -> Iterator[Callable[[str], Plan]]:
     """Give a function that says what `dvc repro` would do here and now with a stage; each can be asked of once.
@@ -76,6 +107,7 @@ def open_project() -> Iterator[Callable[[str], Plan]]:
     Raises:
         EvidenceError: DVC can't say; the function raises it, too, while another DVC works on the same files.
     """
+    _silence()
     root, lock = Path(), threading.Lock()
     with contextlib.ExitStack() as stack:
         repo = _explain(root, lambda: stack.enter_context(Repo(str(root), _wait_for_lock=True)))
@@ -113,6 +145,11 @@ def _is_recorded(stage: Stage) -> bool:
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:
     with contextlib.ExitStack() as stack:
         return _explain(root, lambda: question(stack.enter_context(Repo(str(root)))))
+
+
+def _silence() -> None:
+    """Keep DVC's own bars away: it draws them wherever stderr is a terminal and its log is not quiet."""
+    logging.getLogger("dvc").setLevel(logging.CRITICAL)
 
 
 def _explain(root: Path, question: Callable[[], T]) -> T:

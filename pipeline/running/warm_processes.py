@@ -7,8 +7,8 @@ what the imports left, and nothing of it reaches the next.
 Copying is safe while nothing but imports was done: no thread of torch runs yet, and no GPU was asked for anything.
 Where there is a GPU, prepare nothing: some libraries ask it while they are imported, and a copy could not use it.
 
-Each line that a task prints begins with its label. A task ends with the warm process, and that one with whoever started
-it, killed or not.
+Whoever started the process shows each line that a task prints, behind the task's label. A task ends with the warm
+process, and that one with whoever started it, killed or not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -40,13 +41,15 @@ _CHUNK = 1 << 16
 class WarmProcess:
     """The process as others see it. Use as a context manager; several threads may run tasks at once."""
 
-    def __init__(self, prepare: Callable[..., None]) -> None:
+    def __init__(self, prepare: Callable[..., None], *, show: Callable[[str], None] | None = None) -> None:
         """Start it.
 
         Args:
             prepare: a function of a module. It is given the arguments of each task ahead of it, and imports what the
                 task needs. What it raises is for the task to meet.
+            show: is given each line that a task prints, by another thread; None: lines go to stdout.
         """
+        self._show = show or partial(print, flush=True)
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, prepare))
@@ -56,7 +59,7 @@ class WarmProcess:
         self._waiting: dict[int, Future[int]] = {}
         self._num_tasks = 0
         self._is_gone = False
-        threading.Thread(target=self._read_ends, daemon=True, name="warm-process").start()
+        threading.Thread(target=self._read, daemon=True, name="warm-process").start()
 
     def __enter__(self) -> WarmProcess:
         return self
@@ -89,12 +92,16 @@ class WarmProcess:
                 self._connection.send((self._num_tasks, label, function, args))
         return future.result()
 
-    def _read_ends(self) -> None:
-        """Hand over exit codes as they come; all tasks are lost with the process."""
+    def _read(self) -> None:
+        """Hand over lines and exit codes as they come; all tasks are lost with the process."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                number, code = self._connection.recv()
-                self._waiting.pop(number).set_result(code)
+                said = self._connection.recv()
+                if isinstance(said, str):
+                    self._show(said)
+                else:
+                    number, code = said
+                    self._waiting.pop(number).set_result(code)
         with self._lock:
             self._is_gone = True
         for future in self._waiting.values():
@@ -109,28 +116,29 @@ class _Task:
     label: str
     process: Any
     output: int  # where to read what it prints
+    show: Callable[[str], None]
     line: bytes = b""  # that has not ended yet
 
-    def print_new(self) -> bool:
-        """Print whole lines of what came since; return whether more may come."""
+    def show_new(self) -> bool:
+        """Show whole lines of what came since; return whether more may come."""
         try:
             data = os.read(self.output, _CHUNK)
         except BlockingIOError:
             return False
         *lines, self.line = (self.line + data).split(b"\n")
         for line in lines:
-            self._print(line)
+            self._show(line)
         return bool(data)
 
-    def print_rest(self) -> None:
-        """Print what came to the end, also of a line that has none."""
-        while self.print_new():
+    def show_rest(self) -> None:
+        """Show what came to the end, also of a line that has none."""
+        while self.show_new():
             pass
         if self.line:
-            self._print(self.line)
+            self._show(self.line)
 
-    def _print(self, line: bytes) -> None:
-        os.write(1, f"{self.label}: ".encode() + line + b"\n")
+    def _show(self, line: bytes) -> None:
+        self.show(f"{self.label}: {line.decode(errors='replace')}")
 
 
 def _serve(connection: Connection, prepare: Callable[..., None]) -> None:
@@ -142,10 +150,10 @@ def _serve(connection: Connection, prepare: Callable[..., None]) -> None:
         ready = wait([connection, *(task.output for task in tasks), *(task.process.sentinel for task in tasks)])
         for task in list(tasks):
             if task.output in ready:
-                task.print_new()
+                task.show_new()
             if task.process.sentinel in ready:
                 tasks.remove(task)
-                connection.send((task.number, _finish(task)))
+                _tell(connection, (task.number, _finish(task)))
         if connection in ready:
             try:
                 number, label, function, args = connection.recv()
@@ -162,13 +170,21 @@ def _start(connection: Connection, number: int, label: str, function: Callable[.
     process = multiprocessing.get_context("fork").Process(target=_work, args=(connection, written, function, args))
     process.start()
     os.close(written)
-    return _Task(number, label, process, output)
+    return _Task(number, label, process, output, partial(_tell, connection))
+
+
+def _tell(connection: Connection, said: Any) -> None:
+    """Hand something to whoever started this process; end with it, as the tasks then do."""
+    try:
+        connection.send(said)
+    except OSError:
+        os._exit(1)
 
 
 def _finish(task: _Task) -> int:
-    """Print the rest, and return the exit code."""
+    """Show the rest, and return the exit code."""
     task.process.join()  # its end is told before the system has closed what it wrote to
-    task.print_rest()
+    task.show_rest()
     os.close(task.output)
     code: int = task.process.exitcode
     return code

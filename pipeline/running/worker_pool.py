@@ -12,9 +12,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -30,7 +28,6 @@ from pipeline.running.turns import is_timed_alone, take_turn
 
 R = TypeVar("R")
 
-_PROGRESS_EVERY_S = 10.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h; both are turned off
 _loaded: list[Any] = []  # in a worker: at most one
 _problems: list[Exception] = []  # why there is none
@@ -129,29 +126,22 @@ def _forget() -> None:
         held.clear()
 
 
-def run_tasks(
-    pool: Executor, function: Callable[..., R], tasks: Sequence[tuple[Any, ...]], *, what: str
-) -> Iterator[tuple[int, R]]:
+def run_tasks(pool: Executor, function: Callable[..., R], tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, R]]:
     """Yield the position and the result of each task as it is done; after a failure what still ends, then raise it.
 
     Args:
         pool: of workers.
         function: runs in a worker.
         tasks: arguments of each call.
-        what: starts the line of progress on stderr, which names batches.
     """
-    last = time.monotonic()
     waiting = {pool.submit(function, *task): place for place, task in enumerate(tasks)}
-    for number, future in enumerate(as_completed(waiting), start=1):
+    for future in as_completed(waiting):
         if future.cancelled() or future.exception() is not None:
             for other in waiting:
                 other.cancel()
             continue
         place = waiting.pop(future)  # a result that was taken is not kept: pixels are large
         yield place, future.result()
-        if time.monotonic() - last > _PROGRESS_EVERY_S:
-            last = time.monotonic()
-            print(f"  {what}: {number}/{len(tasks)} batches", file=sys.stderr, flush=True)
     for failed in (future for future in waiting if not future.cancelled()):
         failed.result()  # raises what the first of them raised
 

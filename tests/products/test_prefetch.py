@@ -21,6 +21,7 @@ from pipeline.products import KINDS, prefetch
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch import Order, choose_candidates, count_jobs
 from pipeline.running.prefetched import read_watched
+from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
 from pipeline.settings.execution import LocalExecution, RayExecution
 from tests.paths import ROOT
@@ -57,8 +58,12 @@ def make_all(
         return plans.get(name, "skip")
 
     workshop: Any = Workshop(failing)
-    share = prefetch._Share(params, defaultdict(dict), num_jobs, ())
-    return prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share), workshop
+    share = prefetch.Share(params, defaultdict(dict), num_jobs, ())
+    view = View(Path("progress.jsonl"))
+    failed = prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share, view)
+    [phase] = view._phases
+    assert not phase.waiting, "what needs no work is not waited for"
+    return failed, workshop
 
 
 def test_products_and_candidates_are_chosen_by_name(params: Params) -> None:
@@ -113,7 +118,7 @@ def test_as_many_as_asked_work_at_once_and_share_the_machine(params: Params, mon
 def test_each_candidate_has_its_gpus(
     params: Params, gpus: tuple[str, ...], num_jobs: int, shares: list[str | None]
 ) -> None:
-    share = prefetch._Share(params, defaultdict(dict), num_jobs, gpus)
+    share = prefetch.Share(params, defaultdict(dict), num_jobs, gpus)
     people = params.products["people"]
     assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
 
@@ -121,8 +126,7 @@ def test_each_candidate_has_its_gpus(
 def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
     product = params.products["agent"].use_workers(5)
     numbers = [
-        prefetch._Share(params, defaultdict(dict), num, ()).give("agent", product, 0).num_workers
-        for num in (1, 2, 3, 8)
+        prefetch.Share(params, defaultdict(dict), num, ()).give("agent", product, 0).num_workers for num in (1, 2, 3, 8)
     ]
     assert numbers == [5, 2, 1, 1]
 
@@ -160,7 +164,7 @@ def test_a_number_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFix
 
 def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with prefetch._lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):
+    with prefetch.lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):
         prefetch.prefetch([], 1)
 
 
@@ -249,7 +253,7 @@ def test_what_was_edited_since_it_began_is_not_kept(
 
     monkeypatch.setattr(prefetch, "_run_stage", make)
     watched = {"people": {"optimize": read_watched("optimize", "people")}}
-    order = replace(prefetch._Share(params, watched, 1, ()).give("people", people, 0), stage="optimize")
+    order = replace(prefetch.Share(params, watched, 1, ()).give("people", people, 0), stage="optimize")
     if is_early:
         edits.pop()()
     with pytest.raises(EvidenceError, match="were edited meanwhile; run prefetch again"):

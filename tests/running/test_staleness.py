@@ -16,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
-from pipeline.running.staleness import find_stale, open_project, read_commands
+from pipeline.running.staleness import find_stale, list_due, open_project, read_commands
 
 # of DVC's own
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
@@ -346,6 +346,17 @@ def test_dvc_fetches_from_its_cache_what_was_made_of_the_same_once(whole: Path) 
     assert ask(whole, "make@a", "make@b") == ["restore", "skip"]
     shutil.rmtree(whole / ".dvc/cache/files")
     assert ask(whole, "make@a") == ["run"]
+
+
+def test_what_dvc_will_come_to_is_listed_in_its_order(whole: Path) -> None:
+    """With all that depends on it, as nobody knows ahead what comes out the same."""
+    with contextlib.chdir(whole):
+        assert list_due() == ["env"]
+        edit(whole, "params.yaml", lambda data: data.update(limit=data["limit"] + 1))
+        assert list_due() == ["env", "compare", "gate", "release"]
+        assert list_due(["make@a"]) == ["env"]
+        edit(whole, "params.yaml", lambda data: data.update(steps=[]))
+        assert list_due() == ["env", *ALL] and list_due(["make@b"]) == ["env", "make@b"]
 
 
 def test_of_a_clone_without_data_dvc_runs_all(clone: Path) -> None:

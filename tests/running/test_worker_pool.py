@@ -59,7 +59,7 @@ def test_results_that_were_taken_are_not_kept() -> None:
     """Pixels of a thousand images of SDXL are 3 GB."""
     taken: list[weakref.ref[Large]] = []
     with ThreadPoolExecutor(1) as pool:
-        for _, result in run_tasks(pool, Large, [()] * 5, what="x"):
+        for _, result in run_tasks(pool, Large, [()] * 5):
             taken.append(weakref.ref(result))
             del result
             gc.collect()
@@ -113,8 +113,8 @@ def test_a_worker_that_dies_ends_with_the_given_line_and_keeps_what_was_done() -
 )
 def test_a_gpu_that_fails_ends_with_a_line_and_keeps_what_was_done(text: str, said: str) -> None:
     with pytest.raises(EngineError) as caught, start_workers(load, 1, 1, **DIED) as pool:
-        done = [result for _, result in run_tasks(pool, add, [(1,)], what="a")]
-        list(run_tasks(pool, fail_on_the_gpu, [(text,)], what="a"))
+        done = [result for _, result in run_tasks(pool, add, [(1,)])]
+        list(run_tasks(pool, fail_on_the_gpu, [(text,)]))
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and done[0][0] == 2
 
 

@@ -45,6 +45,7 @@ from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
+from pipeline.running.progress import Progress
 from pipeline.running.shards import AttemptFolder, Shard, choose_batches
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
@@ -199,8 +200,10 @@ def _render(
 ) -> None:
     """Render what the journal lacks as workers come free; journal each image, with what is noted of its batch."""
     left = [(batch, category) for batch, category in batches if not all(journal.holds(c.digest) for c in batch)]
+    total, num_left = (sum(len(batch) for batch, _ in some) for some in (batches, left))
+    progress = Progress(name, total=total, kept=total - num_left, unit="pictures")
     with ThreadPoolExecutor() as threads:
-        for place, rendered in run_tasks(pool, render_batch, left, what=name):
+        for place, rendered in run_tasks(pool, render_batch, left):
             cases = left[place][0]
             noted = json.dumps(rendered.as_json() | {"num": len(cases)})
             # first: a batch counts as finished when all its images do
@@ -208,6 +211,7 @@ def _render(
             pictures = threads.map(_write_png, rendered.pixels)  # while workers render
             for case, record, picture in zip(cases, rendered.records, pictures, strict=True):
                 journal.add(case.digest, record, base64.b64encode(picture).decode())
+            progress.advance(len(cases))
 
 
 def _write_png(pixels: NDArray[np.uint8]) -> bytes:

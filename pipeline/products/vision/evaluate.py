@@ -40,6 +40,7 @@ from pipeline.records.files import write_text
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
+from pipeline.running.progress import Progress
 from pipeline.running.shards import AttemptFolder, Shard, choose_batches
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
@@ -190,9 +191,12 @@ def _run_eval(
 def _run_batches(name: str, batches: Sequence[Sequence[PictureCase]], pool: Executor, journal: Journal) -> None:
     """Run what the journal lacks as workers come free, and journal each picture; after a failure what still ends."""
     left = [batch for batch in batches if not all(journal.holds(case.digest) for case in batch)]
-    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in left], what=name):
+    total = sum(map(len, batches))
+    progress = Progress(name, total=total, kept=total - sum(map(len, left)), unit="pictures")
+    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in left]):
         for case, (record, picture) in zip(left[place], judged, strict=True):
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
+        progress.advance(len(judged))
 
 
 def _group(cases: Sequence[PictureCase], folder: Path) -> dict[Shape, list[PictureCase]]:

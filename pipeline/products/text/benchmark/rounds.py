@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.failures import find_error
 from pipeline.records.benchmarks import Batch, Cell
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
+from pipeline.running.progress import Progress
 
 
 @dataclass
@@ -129,14 +129,14 @@ async def run_rounds(
     """
     timed: list[dict[str, list[Batch]]] = [{reference.role: [], candidate.role: []} for _ in plans]
     num_rounds = len(plans[0].rounds)
+    progress = Progress("speed", total=num_rounds, unit="rounds")
     for number in range(num_rounds):
-        start = time.monotonic()
         for plan, batches_by_role in zip(plans, timed, strict=True):
             for side in (reference, candidate) if number % 2 == 0 else (candidate, reference):
                 batches_by_role[side.role].append(
                     await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens)
                 )
-        print(f"  round {number + 1} of {num_rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        progress.advance()
     for plan, batches_by_role in zip(plans, timed, strict=True):
         for role, batches in batches_by_role.items():
             check_stream([batch.inter_token_latency_ms for batch in batches], f"{role}, {plan.name}")

@@ -26,6 +26,7 @@ from pipeline.products.text.evals.generation import (
     read_question,
 )
 from pipeline.products.text.serving.client import TokenScores
+from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
 
 # requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
@@ -102,7 +103,10 @@ class EndpointLM(LM):
         if shard is not None:
             clusters = [name_cluster(request.doc) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
+        num_requests = sum(map(len, chunks))
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
+        num_kept = num_requests - sum(map(len, chunks))
+        progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
             waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
             try:
@@ -110,6 +114,7 @@ class EndpointLM(LM):
                     for i, answer in zip(chunk, answers.result(), strict=True):
                         if not journal.holds(keys[i]):
                             journal.add_text(keys[i], json.dumps(answer))
+                    progress.advance(len(chunk))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -56,6 +56,7 @@ from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import Journal, lock_candidate
+from pipeline.running.progress import tell_kept
 from pipeline.running.shards import Shards, find_shards
 from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
@@ -268,6 +269,7 @@ def _take_over(paths: Paths, job: EvalJob, file: EvalFile, watch: HarmWatch | No
     for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
         shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
     print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
+    tell_kept(job.name, file.num_cases)
     records = read_cases(paths.folder / f"{job.name}.jsonl")
     if watch is not None:
         for record in records:

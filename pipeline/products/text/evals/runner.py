@@ -8,8 +8,6 @@ tries those cases again. A dead server, or one that fails case after case, ends 
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -18,30 +16,13 @@ from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.failures import find_error
 from pipeline.records.evaluations import CaseRecord
+from pipeline.running.progress import Progress
 
-PROGRESS_EVERY_S = 10.0
 NUM_LENGTHS_CHECKED = 32
 MAX_FAILURES_IN_A_ROW = 8  # infrastructure failures without a success between them: the endpoint is gone
 
 C = TypeVar("C", bound=Case)
 Judge = Callable[[C], Awaitable[CaseRecord]]
-
-
-class _Progress:
-    """Counts cases and prints a line now and then."""
-
-    def __init__(self, name: str, total: int, num_done: int) -> None:
-        self.name, self.total, self.num_done = name, total, num_done
-        self._start = self._last = time.monotonic()
-        self._num_resumed = num_done
-
-    def advance(self) -> None:
-        self.num_done += 1
-        now = time.monotonic()
-        if now - self._last >= PROGRESS_EVERY_S:
-            self._last = now
-            rate = (self.num_done - self._num_resumed) / (now - self._start)
-            print(f"  {self.name}: {self.num_done}/{self.total} cases, {rate:.1f} cases/s", file=sys.stderr, flush=True)
 
 
 async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase | TrajectoryCase]) -> None:
@@ -101,14 +82,12 @@ async def run_cases(
         records[case.id], attachment = finished
         if attachments is not None and attachment is not None:
             attachments[case.id] = attachment
-    if records:
-        print(f"  {context.name}: {len(records)} finished cases taken from the journal", file=sys.stderr, flush=True)
     if watch is not None:
         waiting.sort(key=lambda case: watch.rank(case.cluster))
         for record in records.values():
             watch.add(record)
     queue, failures = iter(waiting), _FailureCount()
-    progress = _Progress(context.name, len(cases), len(records))
+    progress = Progress(context.name, total=len(cases), kept=len(records))
 
     async def work() -> None:
         for case in queue:

@@ -1,0 +1,74 @@
+"""Run every stage that is out of date under one view: the command `quantgate repro`.
+
+Candidates are made side by side (`prefetch.py`). Then `dvc repro` takes their results over and judges. DVC runs as a
+process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says ahead, and
+each stage says itself that it begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from pipeline.products.params import get_product, load_params
+from pipeline.products.prefetch import STAGES, make_ahead, open_run
+from pipeline.running.progress_view import View, end_on_sigterm
+from pipeline.running.run_state import Phase
+from pipeline.running.staleness import list_due
+from pipeline.settings.base import Product
+
+
+def repro(names: Sequence[str], num_jobs: int | None) -> int:
+    """Run what is out of date; return the exit code of `dvc repro`.
+
+    Args:
+        names: of products; none: all.
+        num_jobs: candidates at once; None: as `count_jobs` says.
+
+    Raises:
+        SettingsError: params.yaml is wrong, or a name is not in it.
+        JournalError: another run works here.
+        QuantgateError: candidates failed, or stage `env`; nothing is judged then.
+    """
+    params = load_params()
+    targets = [f"release@{get_product(params, name, kind=Product).name}" for name in names]
+    with open_run(names, num_jobs) as (view, candidates, share):
+        due = list_due(targets)
+        made_ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
+        phase = view.plan("dvc repro", due, made_ahead=made_ahead)
+        if made_ahead:
+            view.later = phase.predict()
+            make_ahead(view, candidates, share)
+        return _run_dvc(view, phase, targets)
+
+
+def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:
+    """Run `dvc repro` as the second phase."""
+    command = [sys.executable, "-m", "dvc", "repro", *targets]
+    with view.open_phase(phase, is_last=True), _start(command, view) as child, end_on_sigterm(view, child.terminate):
+        for line in child.stdout or ():
+            view.show(line.rstrip("\n"))
+        code = child.wait()
+        view.close_phase(has_failed=code != 0)
+    return code
+
+
+@contextlib.contextmanager
+def _start(command: Sequence[str], view: View) -> Iterator[subprocess.Popen[str]]:
+    """Start a process whose lines appear above the bars; where there are none, it prints by itself.
+
+    Ctrl-C reaches it as well, and it says how it ends.
+    """
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if view.has_bars else {}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=environment, text=True, errors="replace", **output) as child:  # type: ignore[call-overload]
+        try:
+            yield child
+        except KeyboardInterrupt:
+            for line in child.stdout or ():
+                view.show(line.rstrip("\n"))
+            child.wait()
+            raise

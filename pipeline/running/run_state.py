@@ -1,0 +1,221 @@
+"""Where a run stands: which steps are done, how far the others are, how long all of it will take. No terminal, no file.
+
+A run has phases, one after another. In a phase steps wait in their order, so many work at once, and the steps of one
+candidate follow each other. How long a step takes is what it took the last time on this machine (`last_times.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.running.last_times import LastTime, LastTimes
+from pipeline.running.progress import Fact, predict_left_s
+
+TAKEN = "taken over"  # among the last times: a stage that takes over what was made ahead
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long work takes.
+
+    Attributes:
+        seconds: of the steps whose time is known.
+        num_unknown: steps that never ran on this machine.
+        num_known: the others.
+    """
+
+    seconds: float = 0.0
+    num_unknown: int = 0
+    num_known: int = 0
+
+    def followed_by(self, other: Estimate) -> Estimate:
+        """Return how long both take, one after the other."""
+        return Estimate(
+            self.seconds + other.seconds, self.num_unknown + other.num_unknown, self.num_known + other.num_known
+        )
+
+
+@dataclass
+class Step:
+    """A step that has begun.
+
+    Attributes:
+        name: a stage and its candidate or product, as in "evaluate@int8".
+        number: its place in the phase, counted from 1.
+        start: when, by the clock.
+        seconds: that it took; None: it works.
+        outcome: how it ended.
+        is_taken: its result was made ahead.
+        is_announced: a log says that it has begun.
+        pieces: the last fact of each piece of its work, and when that began; the last one is at work.
+    """
+
+    name: str
+    number: int
+    start: float
+    seconds: float | None = None
+    outcome: Literal["", "done", "failed"] = ""
+    is_taken: bool = False
+    is_announced: bool = False
+    pieces: dict[str, tuple[Fact, float]] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        """What it does."""
+        return self.name.partition("@")[0]
+
+    @property
+    def owner(self) -> str:
+        """The candidate or product."""
+        return self.name.partition("@")[2]
+
+    @property
+    def at_work(self) -> list[tuple[Fact, float]]:
+        """The piece of work at hand, and when it began; nothing where there is none."""
+        return list(self.pieces.values())[-1:]
+
+    @property
+    def num_kept(self) -> int:
+        """Cases that an earlier run had finished."""
+        return sum(fact.kept for fact, _ in self.pieces.values())
+
+    @property
+    def num_counted(self) -> int:
+        """Cases of all its work so far."""
+        return sum(fact.total for fact, _ in self.pieces.values())
+
+
+class Phase:
+    """Steps that are worked on so many at once. Not safe among threads: the view has the lock."""
+
+    def __init__(
+        self,
+        title: str,
+        planned: Sequence[str],
+        *,
+        num_jobs: int,
+        last: LastTimes,
+        clock: Clock,
+        made_ahead: Collection[str] = (),
+        is_serial: bool = False,
+    ) -> None:
+        """Plan it.
+
+        Args:
+            title: what it does.
+            planned: names of steps in their order, those of one candidate next to each other.
+            num_jobs: steps at once.
+            last: times of the steps.
+            clock: seconds.
+            made_ahead: steps whose results will be taken over.
+            is_serial: the steps begin in order, and each ends where the next begins; those in between are passed over.
+        """
+        self.title, self.num_jobs, self.is_serial = title, num_jobs, is_serial
+        self.waiting, self.steps, self.num_passed = list(planned), dict[str, Step](), 0
+        self.reused: list[str] = []  # what needed no step, for the summary
+        self._last, self._clock, self._made_ahead = last, clock, frozenset(made_ahead)
+
+    @property
+    def now(self) -> float:
+        """Seconds by the clock."""
+        return self._clock()
+
+    @property
+    def total(self) -> int:
+        """Steps in all, as far as is known."""
+        return self.num_passed + len(self.steps) + len(self.waiting)
+
+    @property
+    def num_done(self) -> int:
+        """Steps that have ended, or were passed over."""
+        return self.num_passed + sum(step.seconds is not None for step in self.steps.values())
+
+    @property
+    def running(self) -> list[Step]:
+        """Steps at work, in the order in which they began."""
+        return [step for step in self.steps.values() if step.seconds is None]
+
+    def begin(self, name: str) -> None:
+        """Say that a step begins; a second time it says nothing."""
+        if name in self.steps:
+            return
+        if self.is_serial:
+            for step in self.running:
+                self.end(step.name)
+            while name in self.waiting and self.waiting[0] != name:
+                self.drop(self.waiting[0])
+        if name in self.waiting:
+            self.waiting.remove(name)
+        self.steps[name] = Step(name, self.num_passed + len(self.steps) + 1, self._clock())
+
+    def end(self, name: str, *, has_failed: bool = False) -> None:
+        """Say that a step ends; its time is kept where it did all of its work."""
+        step = self.steps[name]
+        step.seconds = self._clock() - step.start
+        step.outcome = "failed" if has_failed else "done"
+        if has_failed or step.num_kept or (step.is_taken and not self.is_serial):
+            return
+        key = TAKEN if step.is_taken else name
+        self._last.keep(key, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
+
+    def drop(self, name: str) -> None:
+        """Say that a step that waits needs no work."""
+        if name in self.waiting:
+            self.waiting.remove(name)
+            self.num_passed += self.is_serial
+
+    def take(self, fact: Fact) -> None:
+        """Take up what a process says of its step; one that names none is no part of the run."""
+        if not fact.step:
+            return
+        if fact.step not in self.steps:
+            self.begin(fact.step)
+        step = self.steps[fact.step]
+        step.is_taken |= fact.is_taken
+        if fact.piece:
+            _, began = step.pieces.pop(fact.piece, (fact, self._clock()))
+            step.pieces[fact.piece] = (fact, began)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Say that the phase ends; what is at work then has failed, or is done."""
+        for step in self.running:
+            self.end(step.name, has_failed=has_failed)
+
+    def predict_step_s(self, step: Step) -> float | None:
+        """Return the seconds that a step at work still takes; None: nobody knows."""
+        now = self._clock()
+        by_rate = next((predict_left_s(fact, now - began) for fact, began in step.at_work), None)
+        if (last := self._find_last(step.name)) is None:
+            return by_rate  # of the piece of work at hand
+        whole = last.predict_s(self.num_jobs, num_kept=step.num_kept)
+        return max(0.0, whole - (now - step.start), by_rate or 0.0)
+
+    def predict(self) -> Estimate:
+        """Return how long the rest takes with so many at once: whoever is free first has the next candidate."""
+        names = [step.name for step in self.running] + self.waiting
+        known = [name for name in names if self._find_last(name) is not None]
+        ends: dict[str, float] = {}
+        for step in self.running:
+            ends[step.owner] = ends.get(step.owner, 0.0) + (self.predict_step_s(step) or 0.0)
+        waiting: dict[str, float] = {}
+        for name in self.waiting:
+            owner, seconds = name.partition("@")[2], self._predict_s(name)
+            rest = ends if owner in ends else waiting
+            rest[owner] = rest.get(owner, 0.0) + seconds
+        jobs = [*ends.values(), *[0.0] * (self.num_jobs - len(ends))]
+        heapq.heapify(jobs)
+        for seconds in waiting.values():
+            heapq.heapreplace(jobs, jobs[0] + seconds)
+        seconds = sum(ends.values()) + sum(waiting.values()) if self.is_serial else max(jobs)
+        return Estimate(seconds, len(names) - len(known), len(known))
+
+    def _predict_s(self, name: str) -> float:
+        last = self._find_last(name)
+        return 0.0 if last is None else last.predict_s(self.num_jobs)
+
+    def _find_last(self, name: str) -> LastTime | None:
+        return self._last.find(TAKEN if name in self._made_ahead else name)

@@ -1,0 +1,55 @@
+"""What a run did, in a few lines: what ran and how long, what was reused, what failed, minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.running.progress import format_duration
+from pipeline.running.run_state import Phase, Step
+
+
+def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Iterator[str]:
+    """Yield the lines.
+
+    Args:
+        phases: of the run.
+        seconds: that it took.
+        cpu_s: CPU time of all its processes, in seconds.
+    """
+    if ran := [row for phase in phases for row in _list_owners(phase)]:
+        yield "what ran, in seconds:"
+        width = max(len(owner) for owner, _ in ran)
+        yield from (f"  {owner:{width}}  {', '.join(map(_format_step, steps))}" for owner, steps in ran)
+    if reused := [text for phase in phases for text in _list_reused(phase)]:
+        yield f"reused: {'; '.join(reused)}"
+    if failed := [step.name for phase in phases for step in phase.steps.values() if step.outcome == "failed"]:
+        yield f"failed: {', '.join(failed)}"
+    yield f"took {format_duration(seconds)}, and {format_duration(cpu_s)} of CPU time"
+
+
+def _list_owners(phase: Phase) -> Iterator[tuple[str, list[Step]]]:
+    """Yield each candidate or product that had work done, and its steps."""
+    steps: dict[str, list[Step]] = {}
+    for step in phase.steps.values():
+        if not step.is_taken:
+            steps.setdefault(step.owner or "project", []).append(step)
+    yield from steps.items()
+
+
+def _format_step(step: Step) -> str:
+    kept = f" ({step.num_kept:,} of {step.num_counted:,} kept)" if step.num_kept else ""
+    return f"{step.stage} {step.seconds or 0.0:.1f}{kept}"
+
+
+def _list_reused(phase: Phase) -> Iterator[str]:
+    yield from phase.reused
+    if num_taken := sum(step.is_taken for step in phase.steps.values()):
+        made = "results made ahead" if phase.is_serial else "results of an earlier prefetch"
+        yield f"{num_taken} {made}"
+    units: dict[str, int] = {}
+    for step in phase.steps.values():
+        for fact, _ in step.pieces.values():
+            units[fact.unit] = units.get(fact.unit, 0) + fact.kept
+    for unit, num in units.items():
+        if num:
+            yield f"{num:,} {unit} that were finished before"

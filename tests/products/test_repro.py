@@ -1,0 +1,82 @@
+"""`quantgate repro` without work: what DVC is asked to do, what is planned, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.errors import SettingsError
+from pipeline.products import repro
+from pipeline.products.params import load_params
+from pipeline.products.prefetch import Share, choose_candidates
+from pipeline.running.progress_view import View
+from tests.paths import ROOT
+
+DUE = ["env", "optimize@people", "evaluate@people", "compare@people", "gate@people"]
+DVC = """
+import os, sys
+from pipeline.running.progress import begin_step
+for name in ("env", "gate@people"):
+    begin_step(name)
+print("Running", *sys.argv[1:], flush=True)
+sys.exit(int(os.environ["DVC_CODE"]))
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Write down what is made ahead, and have a small program in place of DVC; the project is the shipped one."""
+    params, made = load_params(ROOT / "params.yaml"), list[Any]()
+    (tmp_path / "dvc.py").write_text(DVC)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("DVC_CODE", "0")
+    monkeypatch.chdir(tmp_path)
+
+    @contextlib.contextmanager
+    def open_run(names: list[str], num_jobs: int | None) -> Iterator[Any]:
+        console = Console(file=io.StringIO(), width=80)
+        with View(tmp_path / "facts", console=console) as view:
+            yield view, choose_candidates(params, names), Share(params, defaultdict(dict), num_jobs or 0, ())
+
+    monkeypatch.setattr(repro, "load_params", lambda: params)
+    monkeypatch.setattr(repro, "open_run", open_run)
+    monkeypatch.setattr(repro, "list_due", lambda targets: DUE)
+    monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share: made.append(view.later))
+    return made
+
+
+def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
+    asked: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert repro.repro(["people"], 2) == 0
+    assert len(asked) == 1 and asked[0].num_unknown == len(DUE), "the time of both phases is the time that is left"
+    shown = capfd.readouterr()
+    assert shown.out.splitlines() == ["Running repro release@people"]
+    assert "gate 0.0" in shown.err and "failed" not in shown.err
+
+
+@pytest.mark.parametrize("code", [1, 255])
+def test_the_exit_code_is_that_of_dvc_and_the_stage_at_work_is_named(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """CI takes a failing gate from it."""
+    monkeypatch.setenv("DVC_CODE", str(code))
+    assert repro.repro([], 2) == code
+    assert "failed: gate@people" in capfd.readouterr().err.splitlines()
+
+
+def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:
+    assert repro.repro([], None) == 0 and not asked
+
+
+def test_a_candidate_is_no_product(asked: list[Any]) -> None:
+    with pytest.raises(SettingsError, match="tiled"):
+        repro.repro(["tiled"], 2)
+    assert not asked
