@@ -13,9 +13,9 @@ from typing import Any
 for package in ("sklearn", "scipy"):  # as the launcher has it, which comes too late for the import below
     sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it fails
 
-from pipeline.products.text.serving import app, launcher, loading  # noqa: E402
+from pipeline.products.text.serving import generation, launcher, loading  # noqa: E402
 
-load, score = loading.load_candidate, app.score_sequences
+load, score = loading.load_candidate, generation.score_sequences
 WHERE, ERROR = os.environ["FAILS_AT"], RuntimeError(os.environ["FAILS_WITH"])
 NUM_PASSES = 40  # of the generation thread: two answers of eight tokens, and the readiness check
 
@@ -44,5 +44,5 @@ def score_failing(model: Any, sequences: list[list[int]], **options: Any) -> Any
 
 
 if __name__ == "__main__":
-    loading.load_candidate, app.score_sequences = load_failing, score_failing
+    loading.load_candidate, generation.score_sequences = load_failing, score_failing
     sys.exit(launcher.main(sys.argv[1:]))

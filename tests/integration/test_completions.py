@@ -13,7 +13,7 @@ import torch
 
 from pipeline.products.text.checkpoints import load_model, load_tokenizer
 from pipeline.products.text.serving.answers import Reply, read_completion
-from pipeline.products.text.serving.completions import StopStrings
+from pipeline.products.text.serving.generation import StopStrings
 from pipeline.records.evaluations import Candidate
 from tests.fakes.tiny_llama import build_tokenizer, write_tiny_llama
 from tests.integration.test_serving import decode_as_a_stream, make_candidate, make_texts, speculative_candidate
@@ -121,8 +121,11 @@ def test_a_stream_of_a_plain_prompt_decodes_exactly_as_many_tokens_as_asked(tmp_
         (response,) = asyncio.run(post(server, {"prompt": prompt} | exact))
     finally:
         server._manager.stop()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
-    text, usage = "".join(c["choices"][0]["text"] for c in chunks), chunks[-1]["usage"]
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    *chunks, last = map(json.loads, lines[:-1])
+    text, usage = "".join(c["choices"][0]["text"] for c in chunks), last["usage"]
+    assert last["choices"] == []
     assert text == decode_as_a_stream(load_tokenizer(folder), answer)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), MAX_TOKENS)
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -133,12 +136,13 @@ def test_a_stream_of_a_plain_prompt_decodes_exactly_as_many_tokens_as_asked(tmp_
     ("change", "words"),
     [
         ({"temperature": 0.5}, "temperature: expected 0, got 0.5"),
-        ({"logprobs": 1}, "unsupported field 'logprobs'"),
-        ({"prompt": [1, 2]}, "prompt: expected a text, got [1, 2]"),
-        ({"stop": "x"}, "stop: expected a list of texts, got 'x'"),
-        ({"stop": [""]}, "stop: expected a list of texts, got ['']"),
-        ({"stop": ["x"], "stream": True}, "stop: expected none with stream"),
-        ({"max_tokens": 256}, "prompt plus max_tokens: expected at most 256 tokens, got 257"),
+        ({"logprobs": 1, "stop": "x"}, "logprobs: expected no stop beside it"),
+        ({"prompt": 7}, "prompt: expected a text, token ids, or a list of either, got 7"),
+        ({"prompt": ["x", "y"], "stream": True}, "prompt: expected one with stream, got 2"),
+        ({"stop": [""]}, "stop: expected a text or a list of texts, none of them empty, got ['']"),
+        ({"stop": ["x"], "stream": True}, "stop: expected no stream beside it"),
+        ({"logprobs": 1, "stream": True}, "logprobs: expected no stream beside it"),
+        ({"max_tokens": 256}, "prompt: expected at most 256 tokens with those to generate, got 257"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -4,6 +4,9 @@ A template is code that comes with the checkpoint. It may refuse messages (roles
 alternate), stumble over them, or be damaged. The library's handler would answer a bare HTTP 500 to all
 of these.
 
+A template may have no place for tool calls either, as the shipped agent's has none. Calls of earlier turns are then
+written as the text that such a model wrote.
+
 Not covered: whether the model was trained on the text that it renders.
 """
 
@@ -16,8 +19,11 @@ from typing import Any
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 from pipeline.errors import EngineError
+from pipeline.products.text.serving.request_fields import FieldError
+from pipeline.products.text.serving.tool_call_text import write_calls
 
 _GREETING = [{"role": "user", "content": "Hello"}]
+_NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 
 
 def check_template(tokenizer: Any) -> None:
@@ -45,3 +51,26 @@ def find_problem(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any 
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         return f"the checkpoint's chat template fails: {' '.join(reason.split())[:300]}"
     return None
+
+
+def prepare_messages(tokenizer: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages as the handler and the template take them.
+
+    OpenAI's clients send `null` for what a message has not, which the handler would stumble over.
+
+    Raises:
+        FieldError: a message is no object, or its calls can't be read.
+    """
+    has_place = "tool_calls" in str(tokenizer.chat_template)
+    prepared = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise FieldError("messages", f"expected objects, got {message!r:.80} as message {i}")
+        known = {key: value for key, value in message.items() if value is not None and (key, value) != _NO_CALLS}
+        if "tool_calls" in known and not has_place:
+            try:
+                known["content"] = write_calls(known.pop("tool_calls"))
+            except (TypeError, ValueError) as error:
+                raise FieldError("messages", f"tool_calls of message {i}: {error}") from None
+        prepared.append(known)
+    return prepared

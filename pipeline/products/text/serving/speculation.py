@@ -29,9 +29,9 @@ class SpeculativeManager(GenerateManager):
         self._counts: dict[str, SpeculationCounts] = {}
         loaded.model.register_forward_pre_hook(self._note_forward, with_kwargs=True)
 
-    def take_counts(self, request_id: str) -> SpeculationCounts:
-        """Return the counts of a request that was answered, once."""
-        return self._counts.pop(request_id)
+    def take_counts(self, request_id: str) -> SpeculationCounts | None:
+        """Return the counts of a request that was answered, once; None of one that a stop string ended."""
+        return self._counts.pop(request_id, None)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
@@ -56,7 +56,9 @@ class SpeculativeManager(GenerateManager):
 
         def run() -> None:
             try:
-                _, self._counts[request_id] = self.generate(inputs, gen_config, streamer)
+                _, counts = self.generate(inputs, gen_config, streamer)
+                if not streamer.is_cancelled:  # nobody would take them
+                    self._counts[request_id] = counts
                 streamer.finish()
             except _GenerationCancelled:
                 loop.call_soon_threadsafe(queue.put_nowait, None)
@@ -92,6 +94,11 @@ class SpeculativeManager(GenerateManager):
 
 class _DraftStreamer(DirectStreamer):
     """The library's streamer for passes of several tokens; it ends when these have been counted, not before."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for more."""
+        return self._cancelled.is_set()
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value.flatten())
