@@ -181,6 +181,70 @@ def test_what_would_be_ignored_or_frozen_is_refused(running: Running, change: di
     assert words in response.json()["error"]["message"]
 
 
+def post_chat(running: Running, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "the courier takes"}], **fields}
+    response = running.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_plainest_call_is_greedy_and_has_the_rest_of_the_context(running: Running) -> None:
+    answer = post_chat(running)
+    num_prompt, num_tokens = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+    explicit = post_chat(running, temperature=0, max_tokens=CONTEXT - num_prompt)
+    assert answer["choices"] == explicit["choices"]
+    is_full = num_prompt + num_tokens == CONTEXT
+    assert answer["choices"][0]["finish_reason"] == ("length" if is_full else "stop")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_ends_the_text_and_generation(running: Running, streams: bool) -> None:
+    """Cutting the text alone would cost the tokens behind it."""
+    limit = CONTEXT - 32
+    whole = post_chat(running, max_tokens=limit, ignore_eos=True, min_tokens=limit)["choices"][0]["message"]["content"]
+    stop = whole[20:24]
+    fields: dict[str, Any] = {"max_tokens": limit, "ignore_eos": True, "min_tokens": limit, "stop": ["never", stop]}
+    if not streams:
+        answer = post_chat(running, **fields)
+        text, finish = answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]
+        num_tokens = answer["usage"]["completion_tokens"]
+    else:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the courier takes"}], **fields}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = running.post("/v1/chat/completions", body | options).text.split("\n\n")
+        *chunks, usage = (json.loads(line.removeprefix("data: ")) for line in lines if "{" in line)
+        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+        finish, num_tokens = chunks[-1]["choices"][0]["finish_reason"], usage["usage"]["completion_tokens"]
+    assert text == whole[: whole.index(stop)]
+    assert finish == "stop" and num_tokens < limit
+
+
+def test_logprobs_of_a_chat_are_those_of_its_tokens(running: Running) -> None:
+    answer = post_chat(running, max_tokens=6, logprobs=True, top_logprobs=2, return_token_ids=True)
+    (choice,) = answer["choices"]
+    prompt, tokens = answer["prompt_token_ids"], choice["token_ids"]
+    expected = plain_scores(running.model, prompt + tokens)[len(prompt) - 1 :]
+    given = choice["logprobs"]["content"]
+    np.testing.assert_allclose([entry["logprob"] for entry in given], expected[: len(given)], atol=2e-5)
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in given), "greedy"
+
+
+def test_an_echo_with_one_more_token_has_the_entry_that_lm_eval_drops(running: Running) -> None:
+    """It reads all but the last entry: without the generated token's it would lose the last one of the text."""
+    ids = running.tokenizer("the courier takes 12 parcels")["input_ids"]
+    body = {"model": "tiny", "prompt": [ids, ids[:4]], "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    first, second = running.post("/v1/completions", body | {"seed": 1234}).json()["choices"]
+    assert len(first["logprobs"]["token_logprobs"]) == len(ids) + 1 and len(second["logprobs"]["tokens"]) == 5
+    np.testing.assert_allclose(first["logprobs"]["token_logprobs"][1:-1], plain_scores(running.model, ids), atol=2e-5)
+
+
+def test_an_error_has_what_an_openai_client_reads(running: Running) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": 2}
+    error = running.post("/v1/chat/completions", body).json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "n", "unsupported_value")
+
+
 def test_another_models_name_is_refused(running: Running) -> None:
     body = {"model": "other", "messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
     assert running.post("/v1/chat/completions", body).status_code == 404
