@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.offload.module import offload_module
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError, QuantgateError, QuantizationError
@@ -432,6 +433,23 @@ def test_trying_a_move_leaves_the_model_as_it_is(source: Path, tmp_path: Path, d
             model, [moves[1], llm_compressor.Move("norm", block.input_layernorm, projections[:2])]
         )
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_trying_a_move_reaches_weights_that_lie_elsewhere(source: Path, tmp_path: Path) -> None:
+    """On a GPU the library keeps weights on the host, and each look makes a new copy: what was written there was lost.
+
+    Here they lie on the disk, which is as far away.
+    """
+    model = load_model(write_tiny_model(tmp_path / "qwen2", "qwen2", dtype="bfloat16"), dtype="bfloat16")
+    block = model.model.layers[0]
+    norm, attention = block.input_layernorm, block.self_attn
+    before = norm.weight.detach().clone()
+    (tmp_path / "away").mkdir()
+    offload_module(norm, "cpu", "disk", offload_dir=str(tmp_path / "away"))
+    llm_compressor._check_moves(
+        model, [llm_compressor.Move("norm", norm, [attention.q_proj, attention.k_proj, attention.v_proj])]
+    )
+    assert norm.weight.equal(before)
 
 
 def scatter_norms(tensors: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it i
 import llmcompressor.modifiers.gptq.base as gptq_module
 import torch
 from compressed_tensors.distributed import is_distributed
+from compressed_tensors.offload import update_offload_parameter
 from llmcompressor import oneshot
 from llmcompressor.core import State, reset_session
 from llmcompressor.modeling.offset_norm import NormCalibrationModule, norm_calibration_context
@@ -289,11 +290,15 @@ def _multiply_input(factors: torch.Tensor, _layer: Any, inputs: tuple[torch.Tens
 
 
 def _divide_weights(norm: Any, factors: torch.Tensor, stack: contextlib.ExitStack) -> None:
-    """Divide a module's weights and biases, and have them put back as they were when the stack is left."""
-    for weight in (getattr(norm, part, None) for part in ("weight", "bias")):
+    """Divide a module's weights and biases, and have them put back as they were when the stack is left.
+
+    On a GPU the library keeps weights on the host. A look at one makes a copy, and what is written there is lost.
+    """
+    for part in ("weight", "bias"):
+        weight = getattr(norm, part, None)
         if weight is not None:
-            stack.callback(weight.data.copy_, weight.data.clone())
-            weight.data /= factors.to(weight)
+            stack.callback(update_offload_parameter, norm, part, weight.data.clone())
+            update_offload_parameter(norm, part, weight.data / factors.to(weight))
 
 
 def forget_model() -> None:
