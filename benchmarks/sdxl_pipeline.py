@@ -78,8 +78,8 @@ class Watched:
 
     def measure_gpu_s(self) -> float:
         """Return the seconds an image to denoise and decode once, without the first batch where there are more."""
-        counted = [rendered for _, rendered in self.batches[1:] or self.batches]
-        return sum(r.denoise_s + r.decode_s for r in counted) / sum(len(r.records) for r in counted)
+        records = [record for _, rendered in self.batches[1:] or self.batches for record in rendered.records]
+        return sum(record.latency_s for record in records) / len(records)
 
     def find_busy(self) -> float | None:
         """Return the mean utilisation between the first batch and the last, in per cent."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from pipeline.records.evaluations import CaseRecord, ImageCandidate
 from pipeline.records.fingerprints import fingerprint
 from pipeline.running.timing import time_call
 
+NUM_TIMED = 9  # batches of a process whose decodes are timed: the fewest where one that is slow moves no interval
+
 
 @dataclass
 class Loaded:
@@ -34,7 +37,7 @@ class Loaded:
     clip: Any
     oversaturated_above: float
     facts: dict[str, Any]
-    num_batches: int = 0
+    decode_s: list[float] = field(default_factory=list)  # an image, of each batch that was timed
 
 
 def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) -> Rendered:
@@ -46,7 +49,8 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
     is_broken = ~latents.values.isfinite().flatten(1).all(1)
     values = blank(latents.values, is_broken)  # the decoder would spread it, and be blamed
     parts = split_batch(len(batch), (values.shape[2] * loaded.pipe.vae_scale_factor) ** 2, vae.device)
-    raw, exact, decode_s, exact_decode_s, ranges = _decode_both_ways(loaded, values, parts)
+    raw, exact, timed, ranges = _decode_both_ways(loaded, values, parts)
+    decode_s = loaded.decode_s[-1] if timed is not None else statistics.median(loaded.decode_s)
     raw = blank(raw, is_broken, float("nan"))
     seen, std_ratios, stitches = to_bytes(raw), latents.mean_std_ratios(), list_stitches(vae, values, tiling)
     scores = [
@@ -72,7 +76,7 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
             prompt=case.prompt,
             output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
             scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
-            latency_s=(denoise_s + decode_s) / len(batch),
+            latency_s=denoise_s / len(batch) + decode_s,
             fingerprint=fingerprint(loaded.facts),
         )
         for i, case in enumerate(batch)
@@ -84,8 +88,7 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
         ranges,
         ratios,
         denoise_s,
-        decode_s,
-        exact_decode_s,
+        timed,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         read_peak_mib(),
     )
@@ -93,8 +96,8 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
 
 def _decode_both_ways(
     loaded: Loaded, latents: Any, parts: Sequence[slice]
-) -> tuple[Any, Any, float, float, dict[str, Any]]:
-    """Decode as the candidate does and in float32; time both in turn, and watch the former once more.
+) -> tuple[Any, Any, tuple[float, float] | None, dict[str, Any]]:
+    """Decode as the candidate does, watched, and in float32; time both in turn in the first batches.
 
     Args:
         loaded: the candidate, and the float32 decoder.
@@ -102,16 +105,20 @@ def _decode_both_ways(
         parts: of it that are decoded together in float32.
 
     Returns:
-        Both raw decodes, the seconds of both, the range of each module of the candidate's decoder.
+        Both raw decodes, the seconds of both where timed, the range of each module of the candidate's decoder.
     """
     vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
     with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed
-        decode_latents(vae, latents, tiling)
-    runs = {
-        "ours": lambda: decode_latents(vae, latents, tiling),
-        "exact": lambda: torch.cat([decode_latents(loaded.exact_vae, latents[part]) for part in parts]),
-    }
-    loaded.num_batches += 1
-    timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(loaded.num_batches % 2))}
-    (raw, decode_s), (exact, exact_decode_s) = timed["ours"], timed["exact"]
-    return raw, exact, decode_s, exact_decode_s, watch.read()
+        raw = decode_latents(vae, latents, tiling)
+
+    def decode_exactly() -> torch.Tensor:
+        return torch.cat([decode_latents(loaded.exact_vae, latents[part]) for part in parts])
+
+    if (num_timed := len(loaded.decode_s)) == NUM_TIMED:
+        return raw, decode_exactly(), None, watch.read()
+    runs = {"ours": lambda: decode_latents(vae, latents, tiling), "exact": decode_exactly}
+    timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(num_timed % 2))}
+    exact, exact_s = timed["exact"]
+    seconds = timed["ours"][1], exact_s
+    loaded.decode_s.append(seconds[0] / len(latents))
+    return raw, exact, seconds, watch.read()

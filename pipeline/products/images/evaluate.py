@@ -227,14 +227,16 @@ def _name_batch(cases: Sequence[PromptCase]) -> str:
 def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
     """Return the notes of the eval from the notes of all batches, whichever run made them.
 
-    Time is measured as in pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
+    Time is measured as in pipeline/running/timing.py, that of decodes in the first batches of each process alone. Fewer
+    than six batches give no interval of the ratio.
     """
     from pipeline.numerics.activation_watch import ModuleRange
     from pipeline.products.images.scoring import build_range_notes
 
-    num = sum(batch["num"] for batch in batches)
-    denoise_ms, decode_ms = (1000 * sum(batch[key] for batch in batches) / num for key in ("denoise_s", "decode_s"))
-    ratios = [batch["decode_s"] / batch["exact_decode_s"] for batch in batches if batch["exact_decode_s"]]
+    timed = [(batch["num"], *batch["decode_s"]) for batch in batches if batch["decode_s"]]
+    denoise_ms = 1000 * sum(batch["denoise_s"] for batch in batches) / sum(batch["num"] for batch in batches)
+    decode_ms = 1000 * sum(ours for _, ours, _ in timed) / sum(num for num, *_ in timed)
+    ratios = [ours / exact for _, ours, exact in timed if exact]
     steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
     ranges = [{name: ModuleRange(*numbers) for name, numbers in batch["ranges"].items()} for batch in batches]
     return {
