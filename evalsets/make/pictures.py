@@ -8,7 +8,10 @@ arithmetic is float64, far finer than the 256 levels it is rounded to. Not cover
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +21,7 @@ from PIL import Image
 
 from evalsets.make import panoramas, scenes
 from pipeline.records.digests import digest_file
+from pipeline.running.environment import count_cores
 
 PERSON = 1  # COCO's category
 CROP = (512, 384)  # width and height of an upscaler's target, in pixels
@@ -28,23 +32,26 @@ Cases = Iterator[dict[str, Any]]
 
 def make_scenes(rng: Random, folder: Path, *, num: int) -> Cases:
     """Draw street scenes and the boxes of the people in them."""
-    for i in range(num):
-        scene = scenes.render(_make_rng(rng))
-        file = _place(folder, f"images/{i:03d}.jpg")
-        # colours at full resolution: small people are found by theirs
-        Image.fromarray(scene.pixels).save(file, quality=90, subsampling=0)
-        people = [
-            {"bbox": box.tolist(), "category_id": PERSON, "area": int(area)}
-            for box, area in zip(scene.boxes, scene.areas, strict=True)
-        ]
-        yield {
-            "id": f"scene-{i:03d}",
-            "cluster": f"scene-{i:03d}",
-            "buckets": name_buckets(scene.areas),
-            "image": f"images/{file.name}",
-            "sha256": digest_file(file),
-            "annotations": people,
-        }
+    return _draw(_make_scene, rng, folder, num)
+
+
+def _make_scene(seed: int, i: int, folder: Path) -> dict[str, Any]:
+    scene = scenes.render(np.random.default_rng(seed))
+    file = _place(folder, f"images/{i:03d}.jpg")
+    # colours at full resolution: small people are found by theirs
+    Image.fromarray(scene.pixels).save(file, quality=90, subsampling=0)
+    people = [
+        {"bbox": box.tolist(), "category_id": PERSON, "area": int(area)}
+        for box, area in zip(scene.boxes, scene.areas, strict=True)
+    ]
+    return {
+        "id": f"scene-{i:03d}",
+        "cluster": f"scene-{i:03d}",
+        "buckets": name_buckets(scene.areas),
+        "image": f"images/{file.name}",
+        "sha256": digest_file(file),
+        "annotations": people,
+    }
 
 
 def name_buckets(areas: np.ndarray) -> list[str]:
@@ -57,29 +64,35 @@ def name_buckets(areas: np.ndarray) -> list[str]:
 
 def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 34, num_full: int = 2) -> Cases:
     """Draw parts of panoramas, and at the end whole ones, each of another panorama, and their inputs."""
-    for i in range(num_crops + num_full):
-        drawn = _make_rng(rng)
-        pixels, bucket = panoramas.render(drawn), "full_size" if i >= num_crops else "crop"
-        if bucket == "crop":
-            left, top = drawn.integers(0, [panoramas.WIDTH - CROP[0] + 1, panoramas.HEIGHT - CROP[1] + 1])
-            pixels = pixels[top : top + CROP[1], left : left + CROP[0]]
-        target, image = _place(folder, f"targets/{i:02d}.jpg"), _place(folder, f"images/{i:02d}.png")
-        Image.fromarray(pixels).save(target, quality=95, subsampling=0)
-        with Image.open(target) as truth:
-            Image.fromarray(panoramas.shrink(np.asarray(truth), drawn)).save(image, optimize=True)
-        yield {
-            "id": f"panorama-{i:02d}",
-            "cluster": f"panorama-{i:02d}",
-            "buckets": [bucket],
-            "image": f"images/{image.name}",
-            "sha256": digest_file(image),
-            "target": f"targets/{target.name}",
-            "target_sha256": digest_file(target),
-        }
+    return _draw(partial(_make_panorama, num_crops=num_crops), rng, folder, num_crops + num_full)
 
 
-def _make_rng(rng: Random) -> np.random.Generator:
-    return np.random.default_rng(rng.getrandbits(128))
+def _make_panorama(seed: int, i: int, folder: Path, *, num_crops: int) -> dict[str, Any]:
+    drawn = np.random.default_rng(seed)
+    pixels, bucket = panoramas.render(drawn), "full_size" if i >= num_crops else "crop"
+    if bucket == "crop":
+        left, top = drawn.integers(0, [panoramas.WIDTH - CROP[0] + 1, panoramas.HEIGHT - CROP[1] + 1])
+        pixels = pixels[top : top + CROP[1], left : left + CROP[0]]
+    target, image = _place(folder, f"targets/{i:02d}.jpg"), _place(folder, f"images/{i:02d}.png")
+    Image.fromarray(pixels).save(target, quality=95, subsampling=0)
+    with Image.open(target) as truth:
+        Image.fromarray(panoramas.shrink(np.asarray(truth), drawn)).save(image, optimize=True)
+    return {
+        "id": f"panorama-{i:02d}",
+        "cluster": f"panorama-{i:02d}",
+        "buckets": [bucket],
+        "image": f"images/{image.name}",
+        "sha256": digest_file(image),
+        "target": f"targets/{target.name}",
+        "target_sha256": digest_file(target),
+    }
+
+
+def _draw(make: Callable[[int, int, Path], dict[str, Any]], rng: Random, folder: Path, num: int) -> Cases:
+    """Make so many pictures, one a core at once, each of a seed of its own."""
+    seeds = [rng.getrandbits(128) for _ in range(num)]
+    with ProcessPoolExecutor(count_cores()) as pool:
+        yield from pool.map(make, seeds, range(num), repeat(folder))
 
 
 def _place(folder: Path, name: str) -> Path:

@@ -57,6 +57,8 @@ def init_product(
     before = parse_params(data)
     removed = _list_shipped(before, root) if remove_shipped else []
     _check_options(kind, options)
+    checkpoint = _name_from_root(checkpoint, root)
+    options = {option: _name_from_root(path, root) for option, path in options.items()}
     _check_places(kind, checkpoint, options)
     _check_name(name, before, root)
     start = KINDS[kind].start_product(name, checkpoint, root, options)
@@ -83,6 +85,12 @@ def _check_options(kind: str, options: Mapping[str, str]) -> None:
     for option in options:
         if option not in KINDS[kind].start_options:
             raise SettingsError(f"--{option}: expected none with kind {kind}, got {options[option]!r}; remove it")
+
+
+def _name_from_root(path: str, root: Path) -> str:
+    """Return a path in the project as params.yaml names it, which is true in every clone."""
+    place = Path(path)
+    return place.relative_to(root.resolve()).as_posix() if place.is_relative_to(root.resolve()) else path
 
 
 def _check_places(kind: str, checkpoint: str, options: Mapping[str, str]) -> None:

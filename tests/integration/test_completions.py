@@ -143,6 +143,10 @@ def test_a_stream_of_a_plain_prompt_decodes_exactly_as_many_tokens_as_asked(tmp_
         ({"stop": ["x"], "stream": True}, "stop: expected no stream beside it"),
         ({"logprobs": 1, "stream": True}, "logprobs: expected no stream beside it"),
         ({"max_tokens": 256}, "prompt: expected at most 256 tokens with those to generate, got 257"),
+        (
+            {"prompt": ["x", 3_000_000 * "x"]},
+            "prompt.1: expected at most 256 tokens, got a text of 3,000,000 characters",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -44,6 +44,7 @@ from tests.fakes.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256
+LONG = 3_000_000 * "x"  # its tokens alone would take seconds, in which nobody else is served
 SERVING = ServingConfig(concurrency=16, context_length=CONTEXT, max_tokens=32)
 SETTINGS = ResourceSettings(num_servers=1, request_timeout_s=60, start_timeout_s=180)
 EVALS: dict[str, EvalSettings] = {
@@ -165,7 +166,12 @@ def test_fingerprint_is_the_candidates_and_computed_by_the_server(running: Runni
     [
         ({"temperature": 0.7}, "temperature: expected 0, got 0.7"),
         ({"messages": []}, "expected at least one message"),
-        ({"messages": ["x"]}, "messages: expected objects, got 'x' as message 0"),
+        ({"messages": ["x"]}, "messages: expected objects with a role, got 'x' as message 0"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "got a text of 3,000,000 characters"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+            "got a text of 3,000,000 chara",
+        ),
         ({"max_tokens": CONTEXT}, f"expected at most {CONTEXT} tokens"),
         ({"max_tokens": CONTEXT, "stream": True}, f"expected at most {CONTEXT} tokens"),
         ({"max_tokens": CONTEXT, "stop": "x"}, f"expected at most {CONTEXT} tokens"),
@@ -501,7 +507,7 @@ def test_messages_that_the_template_refuses_are_a_400_with_its_words(tmp_path: P
         refused = running.runner.run(ask([user, user]))
         assert refused.endswith("HTTP 400: messages: the checkpoint's chat template fails: roles must alternate")
         assert "HTTP 400: messages: " in running.runner.run(ask([user, broken]))
-        assert running.runner.run(ask([{"content": "x"}])).endswith("chat template fails: no 'role'")
+        assert running.runner.run(ask([{"content": "x"}])).endswith("with a role, got {'content': 'x'} as message 0")
     finally:
         running.runner.run(context.__aexit__(None, None, None))
 

@@ -98,6 +98,16 @@ def test_what_a_kind_starts_with_is_taken_by_all_checks(
     assert not [line for line in changes if line.startswith("-")]
 
 
+def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completed by a shell, it was written as of this machine: in another clone nothing was found."""
+    monkeypatch.chdir(project)
+    places = {name: str(project / "models" / name) for name in ("product-shots", "product-shots-clip")}
+    init_product("bot", "images", places["product-shots"], {"clip": places["product-shots-clip"]}, root=Path())
+    assert str(project) not in Path("params.yaml").read_text()
+    product = load_params().products["bot"]
+    assert product.candidates["bot"].checkpoint == "models/product-shots"
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "checkpoint", "options", "said"),
     [

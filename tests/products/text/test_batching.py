@@ -59,16 +59,17 @@ def test_a_mixture_of_experts_replays_no_graph_unless_it_is_asked_to(monkeypatch
     assert plan(monkeypatch, "cuda", config=mixture, use_cuda_graph=True).config.use_cuda_graph
 
 
-@pytest.mark.parametrize("part", ["weights", "inputs", "cache"])
-def test_inputs_that_are_imitated_replay_no_graph(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """compressed-tensors copies numbers to the GPU in each pass: every server of W8A8 ended on its first request."""
+@pytest.mark.parametrize(("part", "dynamic"), [("weights", False), ("inputs", True), ("inputs", False)])
+def test_scales_that_the_library_takes_from_inputs_replay_no_graph(
+    monkeypatch: pytest.MonkeyPatch, part: str, *, dynamic: bool
+) -> None:
+    """It copies numbers to the GPU in each pass: every server of W8A8 ended on its first request."""
     numbers = QuantizationArgs(num_bits=8)
+    inputs = QuantizationArgs(num_bits=8, dynamic=dynamic, strategy="token" if dynamic else "tensor")
     scheme = QuantizationScheme(
-        targets=["Linear"],
-        weights=None if part == "cache" else numbers,
-        input_activations=None if part == "weights" else numbers,
+        targets=["Linear"], weights=numbers, input_activations=None if part == "weights" else inputs
     )
-    assert plan(monkeypatch, "cuda", scheme=scheme).config.use_cuda_graph == (part == "weights")
+    assert plan(monkeypatch, "cuda", scheme=scheme).config.use_cuda_graph == (not dynamic)
     assert plan(monkeypatch, "cuda", scheme=scheme, use_cuda_graph=True).config.use_cuda_graph
 
 

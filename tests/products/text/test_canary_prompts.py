@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import spread
-from pipeline.products.text.evals.canary import pick_prompts
+from pipeline.products.text.evals import generation
+from pipeline.products.text.evals.canary import ask_canary, pick_prompts
 from pipeline.products.text.findings.canary import describe_batching, describe_blind
+from pipeline.products.text.serving.answers import Reply
 from pipeline.products.text.settings import ToolCallsEval
 from tests.products.text.test_canary import judge
 from tests.products.text.test_evaluate import write_questions
@@ -53,6 +59,23 @@ def test_cases_are_spread_over_the_whole_eval(tmp_path: Path) -> None:
 )
 def test_spread(num: int, count: int, expected: list[int]) -> None:
     assert spread(range(num), count) == expected
+
+
+def test_its_answers_are_counted_where_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model it is half of an evaluation, in which nothing was to be seen."""
+
+    async def answer(*_: Any, **__: Any) -> Reply:
+        return Reply("x", (), "stop", 1, 1, 0.1, "f")
+
+    write_questions(tmp_path / "a", "one", "two")
+    prompts = pick_prompts({"a": (ToolCallsEval(kind="tool_calls", evalset="a"), load_evalset(tmp_path / "a"))}, 2)
+    engine: Any = SimpleNamespace(connect=lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(generation, "ask", answer)
+    monkeypatch.setenv("QUANTGATE_PROGRESS", str(tmp_path / "facts.jsonl"))
+    asyncio.run(ask_canary(engine, None, prompts, None, max_tokens=4, prefix="plain "))  # type: ignore[arg-type]
+    facts = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
+    assert {fact["piece"] for fact in facts} == {"plain canary"}
+    assert (facts[0]["done"], facts[-1]["done"], facts[-1]["total"]) == (0, 6, 6)
 
 
 def test_where_the_evals_have_no_more_cases_more_prompts_are_no_advice(tmp_path: Path) -> None:

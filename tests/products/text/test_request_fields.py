@@ -75,6 +75,48 @@ def test_what_would_change_an_answer_is_refused_by_name(field: str, value: Any) 
     assert caught.value.detail.startswith(f"{field}: ") and "\n" not in caught.value.detail
 
 
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+TEXT = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "x",
+        {"content": "x"},
+        {"role": 1, "content": "x"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": []},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [TEXT, IMAGE]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "assistant", "content": [IMAGE], "tool_calls": CALLS},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ],
+)
+def test_a_message_that_a_template_would_drop_in_silence_is_refused(message: Any) -> None:
+    """A picture was left out, and a message without a word answered, as if nothing had been asked."""
+    with pytest.raises(FieldError, match="^400: messages: expected .* message 1") as caught:
+        read_chat({**PLAINEST, "messages": [*PLAINEST["messages"], message]})
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": ""},
+        {"role": "ipython", "content": "x"},  # roles are the template's
+        {"role": "user", "content": [TEXT, TEXT]},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "assistant", "tool_calls": CALLS},
+    ],
+)
+def test_messages_of_text_and_calls_are_read(message: dict[str, Any]) -> None:
+    read_chat({**PLAINEST, "messages": [message]})
+
+
 @pytest.mark.parametrize("beside", [{"stream": True}, {"stop": "x"}])
 @pytest.mark.parametrize("field", ["logprobs", "return_token_ids"])
 def test_tokens_are_not_promised_where_they_are_not_known(field: str, beside: dict[str, Any]) -> None:

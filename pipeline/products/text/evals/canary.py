@@ -27,6 +27,7 @@ from pipeline.products.text.serving.client import Client, Reply
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.settings import ChatEval, EvalSettings, ResourceSettings
 from pipeline.records.canary import CanaryAnswer, CanaryRecord
+from pipeline.running.progress import Progress
 
 Answers = dict[str, list[CanaryAnswer]]
 
@@ -109,10 +110,11 @@ async def ask_canary(
     Returns:
         The answers by run, in the order of the prompts; and the replies of "loaded".
     """
+    progress = Progress(f"{prefix}canary", total=3 * len(prompts), unit="answers")
     async with engine.connect(resources, concurrency=1) as single:
-        alone = await _ask(single, prompts, max_tokens)
-    loaded = await _ask(client, prompts, max_tokens)
-    again = await _ask(client, prompts, max_tokens)
+        alone = await _ask(single, prompts, max_tokens, progress)
+    loaded = await _ask(client, prompts, max_tokens, progress)
+    again = await _ask(client, prompts, max_tokens, progress)
     runs = {"alone": alone, "loaded": loaded, "again": again}
     return {prefix + name: [_build_answer(reply) for reply in replies] for name, replies in runs.items()}, loaded
 
@@ -158,15 +160,17 @@ def merge_records(first: Sequence[CanaryRecord], second: Sequence[CanaryRecord])
     ]
 
 
-async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[Reply]:
+async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int, progress: Progress) -> list[Reply]:
     async def ask(prompt: Prompt) -> Reply:
         limit = min(max_tokens, prompt.max_tokens or max_tokens)
         try:
-            return await generation.ask(
+            reply = await generation.ask(
                 client, prompt.content, max_tokens=limit, stops=prompt.stops, tools=prompt.tools, return_token_ids=True
             )
         except RequestError as error:
             raise RequestError(f"canary: case {prompt.case_id!r}: {error}") from error
+        progress.advance()
+        return reply
 
     return list(await asyncio.gather(*map(ask, prompts)))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.products.text.serving import paged_attention, varlen_attention
+from pipeline.products.text.serving.input_rounding import leaves_the_gpu
 from pipeline.products.text.serving.sizing import (
     DeviceFacts,
     EngineSizes,
@@ -72,13 +73,12 @@ def plan_batching(
 def _leaves_the_gpu(model: Any) -> bool:
     """Whether a forward pass needs the CPU half way, which no graph can hold.
 
-    Which expert gets how many tokens may be read back. Where inputs, keys or values are imitated in few bits,
-    compressed-tensors copies numbers there in each pass.
+    Which expert gets how many tokens may be read back. Where inputs are imitated in few bits by compressed-tensors' own
+    code, it copies numbers there in each pass.
     """
     config = model.config.get_text_config()
-    schemes = (getattr(module, "quantization_scheme", None) for module in model.modules())
     has_experts = any(getattr(config, name, None) for name in _EXPERTS)
-    return has_experts or any(scheme is not None and scheme.input_activations is not None for scheme in schemes)
+    return has_experts or any(map(leaves_the_gpu, model.modules()))
 
 
 def choose_attention(model: Any) -> str:

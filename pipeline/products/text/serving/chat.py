@@ -42,6 +42,7 @@ async def answer_chat(generation: Generation, body: dict[str, Any], request_id: 
     """
     asked, tokenizer = read_chat(body), generation.loaded.tokenizer
     messages = prepare_messages(tokenizer, body["messages"])
+    generation.check_length(sum(map(_count_characters, messages)), field="messages")
     rendered = {"messages": messages, "stream": asked.streams} | ({"tools": asked.tools} if asked.tools else {})
     try:
         return await _ChatHandler(generation, asked).handle_request(rendered, request_id)
@@ -243,6 +244,11 @@ async def _end_stream(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for event in stream:
             yield event
     yield "data: [DONE]\n\n"
+
+
+def _count_characters(message: dict[str, Any]) -> int:
+    content = message.get("content", "")
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _count_tokens(ids: Any) -> int:

@@ -164,6 +164,8 @@ def _read_prompts(generation: Generation, value: Any) -> list[list[int]]:
         raise FieldError("prompt", f"expected a text, token ids, or a list of either, got {value!r:.80}")
     ids_by_prompt = []
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            generation.check_length(len(prompt), field=f"prompt.{i}")
         ids = loaded.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not all(type(t) is int and 0 <= t < vocabulary for t in ids):
             raise FieldError(f"prompt.{i}", f"expected a text or token ids below {vocabulary}")

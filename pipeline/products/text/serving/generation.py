@@ -28,6 +28,7 @@ from pipeline.products.text.serving.speculation import SpeculativeManager
 from pipeline.records.speculation import SpeculationCounts
 
 FORGET_AFTER_S = 10.0  # a token of a request that was cancelled may still be on its way
+_SLACK = 4  # of a text's length in characters, as a tokenizer may join or drop some before it counts
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Generation:
             else self.state.get_manager(loaded.name, use_cb=batching)
         )
         self._scoring = ThreadPoolExecutor(1, "scoring")
+        longest = max(map(len, loaded.tokenizer.get_vocab()), default=1)
+        self._most_characters = _SLACK * longest * loaded.serving.context_length
         if batching:
             loaded.model.set_attn_implementation(loaded.batching.attention)
             # the first config is the one every request gets, so it is set here and not by a request
@@ -115,6 +118,17 @@ class Generation:
             problem = f"expected at most {length} tokens with those to generate, got {total}"
             raise FieldError(field, problem, code="context_length_exceeded")
         return length - num_prompt if max_tokens is None else max_tokens
+
+    def check_length(self, num_characters: int, *, field: str) -> None:
+        """Refuse a text that can't fit, whatever its tokens are: of 50 MB they take a minute, and nobody else is served.
+
+        Raises:
+            FieldError: names the field of the text.
+        """
+        if num_characters > self._most_characters:
+            length = self.loaded.serving.context_length
+            problem = f"expected at most {length} tokens, got a text of {num_characters:,} characters"
+            raise FieldError(field, problem, code="context_length_exceeded")
 
     async def generate(
         self,

@@ -91,6 +91,7 @@ def load_candidate(
     """
     import torch
 
+    from pipeline.products.text.serving.input_rounding import use_own_rounding
     from pipeline.products.text.serving.packed_linear import pack_linear_layers
 
     asked = candidate.serving
@@ -119,6 +120,7 @@ def load_candidate(
     if model.dtype != getattr(torch, asked.dtype):  # it could be unpacked in another type alone
         _convert(model, getattr(torch, asked.dtype))
     scorer = share_weights(model)
+    use_own_rounding([model, scorer])
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer, device=device) if draft_folder else None
     serving = asked.model_copy(

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pipeline.products.text.serving.input_rounding import find_rounding
+
 MAX_PACKED_BYTES = 1 << 30  # packing keeps a second copy of the weights: for small models only
 TYPICAL_ROWS = 128  # the layout is tuned for about this many tokens at once
 _TOLERANCE = 1e-4  # relative to the largest output
@@ -50,7 +52,7 @@ def _pack(modules: tuple[Any, ...]) -> bool:
     try:
         # the operations that torch.compile uses for the same purpose; internal to torch, hence the guard
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), TYPICAL_ROWS)
-        forward = partial(_multiply, packed=packed, bias=layer.bias, round_input=_find_rounding(layer))
+        forward = partial(_multiply, packed=packed, bias=layer.bias, round_input=find_rounding(layer))
         sample = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(0))
         expected, got = layer(sample), forward(sample)
     except (AttributeError, RuntimeError):
@@ -60,16 +62,6 @@ def _pack(modules: tuple[Any, ...]) -> bool:
     for module in modules:
         module.forward = forward
     return True
-
-
-def _find_rounding(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what compressed-tensors does to a layer's inputs; None: nothing."""
-    scheme = getattr(layer, "quantization_scheme", None)
-    if scheme is None or scheme.input_activations is None:
-        return None
-    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-
-    return partial(forward_quantize, layer, base_name="input", args=scheme.input_activations)
 
 
 def _multiply(

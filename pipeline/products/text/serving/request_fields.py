@@ -3,7 +3,7 @@
 The server decodes greedily. A field that changes no greedy answer is accepted. One that would change it is refused by
 name, in the shape of OpenAI's errors. So no request is answered otherwise than it asks.
 
-Not covered: messages, which the chat template judges, and the length of a prompt, which only its tokens tell.
+Not covered: roles and their order, which the chat template judges, and the length of a prompt, which its tokens tell.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def read_chat(body: dict[str, Any]) -> ChatRequest:
     asked = _drop_nulls(body, CHAT_FIELDS)
     if not isinstance(asked.get("messages"), list) or not asked["messages"]:
         raise FieldError("messages", "expected at least one message")
+    for i, message in enumerate(asked["messages"]):
+        _check_message(message, i)
     tools, choice = asked.get("tools", []), asked.get("tool_choice", "auto")
     if not isinstance(tools, list) or not all(map(_is_function, tools)):
         raise FieldError("tools", f"expected functions with a name, got {tools!r:.80}")
@@ -168,6 +170,23 @@ def _drop_nulls(body: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
             problem = f"expected {_NEUTRAL[name]!r}, got {asked[name]!r:.80}; this server decodes greedily"
             raise FieldError(name, problem, code="unsupported_value")
     return asked
+
+
+def _check_message(message: Any, place: int) -> None:
+    """Refuse what a template would drop in silence: no content, or parts of it that are no text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise FieldError("messages", f"expected objects with a role, got {message!r:.80} as message {place}")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    parts = content if isinstance(content, list) and content else [content]
+    for part in parts:
+        if not _is_text(part):
+            raise FieldError("messages", f"expected text as content of message {place}, got {part!r:.80}")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _check_number(name: str, value: Any, least: int, most: int | None = None) -> None:
