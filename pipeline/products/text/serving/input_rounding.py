@@ -1,4 +1,4 @@
-"""Round a layer's inputs to few bits, as compressed-tensors imitates it, in a third of its operations.
+"""Round a layer's inputs to few bits, as compressed-tensors imitates it, in a quarter of its time.
 
 The library takes 25 to 60 operations a layer, most of them on numbers that stay the same or for cases that a layer
 does not have, and some copy a number to the GPU, which no CUDA graph can hold. Here are those alone that decide the
