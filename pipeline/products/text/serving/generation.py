@@ -120,7 +120,7 @@ class Generation:
         return length - num_prompt if max_tokens is None else max_tokens
 
     def check_length(self, num_characters: int, *, field: str) -> None:
-        """Refuse a text that can't fit, whatever its tokens are: of 50 MB they take a minute, and nobody else is served.
+        """Refuse a text that can't fit before it is tokenised: 50 MB take a minute, in which nobody else is served.
 
         Raises:
             FieldError: names the field of the text.
