@@ -9,18 +9,27 @@ from pathlib import Path
 
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
+from pipeline.records.files import write_text
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
-OUTPUT = "benchmarks"
+OUTPUT, NOTE = "benchmarks", "nothing.txt"
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the kind of the product named on the command line asks for; its folder is there whatever that is."""
+    """Measure what the kind of the product named on the command line asks for; where that is nothing, say so in a file.
+
+    DVC warns of an empty folder before every stage that depends on it.
+    """
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
-    (product.build / OUTPUT).mkdir(parents=True, exist_ok=True)
+    folder = product.build / OUTPUT
+    folder.mkdir(parents=True, exist_ok=True)
     for line in KINDS[product.kind].benchmark(product, root=Path(), build=product.build):
         print(line)
+    if any(folder.glob("*.json")):
+        (folder / NOTE).unlink(missing_ok=True)
+    else:
+        write_text(folder / NOTE, f"Nothing of {product.name} is measured side by side.\n")
     return 0
 
 

@@ -149,10 +149,41 @@ def test_it_takes_as_many_jobs_as_help(
     workers: list[int],
     num_jobs: int,
 ) -> None:
-    """More than a product's workers would need memory that nobody has looked at."""
     monkeypatch.setattr(prefetch, "list_own_gpus", lambda: gpus)
     products = [params.products["agent"].use_workers(number) for number in workers]
     assert count_jobs(replace(params, execution=execution), products) == num_jobs
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "host_gib", "cores", "mib", "num_jobs"),
+    [
+        ((80_000,), 128, 16, 6, 8),  # two cores each
+        ((80_000,), 128, 64, 6, 19),
+        ((80_000,), 24, 64, 6, 5),  # the host is full
+        ((80_000,), 256, 64, 2_500, 3),
+        ((80_000,), 256, 64, 16_000, 0),  # one that may fill the card
+        ((24_000, 4_000), 128, 16, 6, 5),  # another process holds the second card
+        ((), 128, 16, 6, 0),  # a driver that doesn't say
+        ((80_000,), 128, 1, 6, 0),
+    ],
+)
+def test_small_models_share_a_gpu_as_far_as_memory_and_cores_allow_it(
+    params: Params,
+    monkeypatch: pytest.MonkeyPatch,
+    free_mib: tuple[int, ...],
+    host_gib: int,
+    cores: int,
+    mib: int,
+    num_jobs: int,
+) -> None:
+    """One after another, candidates that leave a GPU idle took three times as long."""
+    found = {"list_own_gpus": ("0",), "read_gpu_free_mib": free_mib, "count_cores": cores}
+    found |= {"read_available_mib": host_gib << 10}
+    for name, value in found.items():
+        monkeypatch.setattr(prefetch, name, lambda *_, value=value: value)
+    monkeypatch.setattr(prefetch, "_measure_mib", lambda _: mib)
+    monkeypatch.setattr(prefetch, "locate_checkpoint", lambda folder, _: Path(folder))
+    assert count_jobs(params, [params.products["agent"].use_workers(1)]) == num_jobs
 
 
 @pytest.mark.parametrize("given", ["0", "-2", "four", "1.5", ""])
