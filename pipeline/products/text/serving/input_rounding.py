@@ -56,12 +56,15 @@ class InputRounding:
 
     Attributes:
         values: what they are rounded to.
+        reach: of the values, without a dimension, where the layer lies: by a number of Python's a GPU does not divide,
+            it multiplies with the inverse.
         group_size: channels that share a scale; None: all of a token.
         global_scale: of NVFP4, (1,): scales are kept in FP8 as multiples of its inverse. None: scales are floats.
         otherwise: what rounds inputs of other shapes.
     """
 
     values: ValueFormat
+    reach: torch.Tensor
     group_size: int | None
     global_scale: torch.Tensor | None
     otherwise: Round
@@ -77,7 +80,7 @@ class InputRounding:
 
     def _choose_scales(self, grouped: torch.Tensor) -> torch.Tensor:
         # two operations, as a CPU takes eight times as long for the norm that is the same
-        scale = grouped.abs().amax(-1, keepdim=True) / self.values.reach
+        scale = grouped.abs().amax(-1, keepdim=True) / self.reach
         if self.global_scale is None:
             return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
         stored = _round((self.global_scale * scale).clamp_(_FP8.lowest, _FP8.highest), _FP8)
@@ -155,14 +158,16 @@ def _build(layer: Any, numbers: Any, library: Round) -> InputRounding | None:
     values = _FORMATS.get((numbers.type, numbers.num_bits))
     if values is None or not numbers.dynamic or not numbers.symmetric or numbers.scale_dtype == torch.uint8:
         return None
+    reach = torch.tensor(values.reach, device=layer.weight.device)
     if numbers.strategy == "token":
-        return InputRounding(values, None, None, library)
+        return InputRounding(values, reach, None, None, library)
     if numbers.strategy not in ("group", "tensor_group") or layer.in_features % numbers.group_size:
         return None
     global_scale = getattr(layer, "input_global_scale", None)
     if (global_scale is None) != (numbers.scale_dtype is None):
         return None
-    return InputRounding(values, numbers.group_size, None if global_scale is None else global_scale.data, library)
+    scale = None if global_scale is None else global_scale.data
+    return InputRounding(values, reach, numbers.group_size, scale, library)
 
 
 @torch.no_grad()
