@@ -1,8 +1,9 @@
 """Run every stage that is out of date under one view: the command `quantgate repro`.
 
-Candidates are made side by side (`prefetch.py`). Then `dvc repro` takes their results over and judges. DVC runs as a
-process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says ahead, and
-each stage says itself that it begins.
+Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, all at once: else it
+would start a process for each, to take over what is there. Then `dvc repro` judges, and makes what could not be noted.
+It runs as a process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says
+ahead, and each stage says itself that it begins.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import STAGES, make_ahead, open_run
+from pipeline.running.prefetched import Work, forget, is_in_place
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase
-from pipeline.running.staleness import list_due
+from pipeline.running.staleness import list_due, note_runs
 from pipeline.settings.base import Product
 
 
@@ -37,12 +39,30 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
     targets = [f"release@{get_product(params, name, kind=Product).name}" for name in names]
     with open_run(names, num_jobs) as (view, candidates, share):
         due = list_due(targets)
-        made_ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
-        phase = view.plan("dvc repro", due, made_ahead=made_ahead)
-        if made_ahead:
+        ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
+        phase = view.plan("dvc repro", [name for name in due if name not in ahead], is_serial=True)
+        if ahead:
             view.later = phase.predict()
             make_ahead(view, candidates, share)
+            _note(ahead, candidates)
         return _run_dvc(view, phase, targets)
+
+
+def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:
+    """Have DVC note stages whose results were made ahead and lie in place; the others it runs itself.
+
+    Raises:
+        EvidenceError: DVC can't; what was made is still kept for its stages.
+    """
+    works = {}
+    for name in names:
+        stage, _, candidate = name.partition("@")
+        work = Work(stage, candidate, candidates[candidate])
+        if is_in_place(work):
+            works[name] = work
+    note_runs(works)
+    for work in works.values():
+        forget(work)
 
 
 def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:

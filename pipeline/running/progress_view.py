@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -102,26 +102,16 @@ class View:
             for line in format_summary(self._phases, self._clock() - self._start, _read_cpu_s() - self._cpu_s):
                 print(line, file=sys.stderr, flush=True)
 
-    def plan(
-        self, title: str, planned: Sequence[str], *, num_jobs: int = 1, made_ahead: Collection[str] | None = None
-    ) -> Phase:
+    def plan(self, title: str, planned: Sequence[str], *, num_jobs: int = 1, is_serial: bool = False) -> Phase:
         """Plan a phase by the last times of this machine.
 
         Args:
             title: what it does.
             planned: names of steps in their order, those of one candidate next to each other.
             num_jobs: steps at once.
-            made_ahead: steps that take over a result; for a phase of steps that begin one after another.
+            is_serial: the steps begin one after another, and none says that it ends.
         """
-        return Phase(
-            title,
-            planned,
-            num_jobs=num_jobs,
-            last=self._last,
-            clock=self._clock,
-            made_ahead=made_ahead or (),
-            is_serial=made_ahead is not None,
-        )
+        return Phase(title, planned, num_jobs=num_jobs, last=self._last, clock=self._clock, is_serial=is_serial)
 
     @contextlib.contextmanager
     def open_phase(self, phase: Phase, *, is_last: bool = False) -> Iterator[None]:

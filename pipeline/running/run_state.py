@@ -7,14 +7,13 @@ candidate follow each other. How long a step takes is what it took the last time
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.running.last_times import LastTime, LastTimes
 from pipeline.running.progress import Fact, predict_left_s
 
-TAKEN = "taken over"  # among the last times: a stage that takes over what was made ahead
 Clock = Callable[[], float]
 
 
@@ -100,7 +99,6 @@ class Phase:
         num_jobs: int,
         last: LastTimes,
         clock: Clock,
-        made_ahead: Collection[str] = (),
         is_serial: bool = False,
     ) -> None:
         """Plan it.
@@ -111,13 +109,12 @@ class Phase:
             num_jobs: steps at once.
             last: times of the steps.
             clock: seconds.
-            made_ahead: steps whose results will be taken over.
             is_serial: the steps begin in order, and each ends where the next begins; those in between are passed over.
         """
         self.title, self.num_jobs, self.is_serial = title, num_jobs, is_serial
         self.waiting, self.steps, self.num_passed = list(planned), dict[str, Step](), 0
         self.reused: list[str] = []  # what needed no step, for the summary
-        self._last, self._clock, self._made_ahead = last, clock, frozenset(made_ahead)
+        self._last, self._clock = last, clock
 
     @property
     def now(self) -> float:
@@ -157,10 +154,8 @@ class Phase:
         step = self.steps[name]
         step.seconds = self._clock() - step.start
         step.outcome = "failed" if has_failed else "done"
-        if has_failed or step.num_kept or (step.is_taken and not self.is_serial):
-            return
-        key = TAKEN if step.is_taken else name
-        self._last.keep(key, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
+        if not (has_failed or step.num_kept or step.is_taken):
+            self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
 
     def drop(self, name: str) -> None:
         """Say that a step that waits needs no work."""
@@ -189,7 +184,7 @@ class Phase:
         """Return the seconds that a step at work still takes; None: nobody knows."""
         now = self._clock()
         by_rate = next((predict_left_s(fact, now - began) for fact, began in step.at_work), None)
-        if (last := self._find_last(step.name)) is None:
+        if (last := self._last.find(step.name)) is None:
             return by_rate  # of the piece of work at hand
         whole = last.predict_s(self.num_jobs, num_kept=step.num_kept)
         return max(0.0, whole - (now - step.start), by_rate or 0.0)
@@ -197,7 +192,7 @@ class Phase:
     def predict(self) -> Estimate:
         """Return how long the rest takes with so many at once: whoever is free first has the next candidate."""
         names = [step.name for step in self.running] + self.waiting
-        known = [name for name in names if self._find_last(name) is not None]
+        known = [name for name in names if self._last.find(name) is not None]
         ends: dict[str, float] = {}
         for step in self.running:
             ends[step.owner] = ends.get(step.owner, 0.0) + (self.predict_step_s(step) or 0.0)
@@ -214,8 +209,5 @@ class Phase:
         return Estimate(seconds, len(names) - len(known), len(known))
 
     def _predict_s(self, name: str) -> float:
-        last = self._find_last(name)
+        last = self._last.find(name)
         return 0.0 if last is None else last.predict_s(self.num_jobs)
-
-    def _find_last(self, name: str) -> LastTime | None:
-        return self._last.find(TAKEN if name in self._made_ahead else name)

@@ -1,6 +1,7 @@
 """Which stages are out of date by dvc.lock, and why, where weights and records are not there. The only importer of DVC.
 
-`open_project` says what `dvc repro` would do with one stage in this workspace. All else is for a clone without data.
+`open_project` says what `dvc repro` would do with one stage in this workspace, `list_due` which it would run, and
+`note_runs` has DVC note stages that were run without it. All else is for a clone without data.
 What is asked of DVC is data: how it resolves dvc.yaml, and whether a file or a setting differs from what dvc.lock says
 of it. A stage is out of date when
 - its entry in dvc.lock is missing, or names another command, or other settings, dependencies or outputs than dvc.yaml;
@@ -118,6 +119,30 @@ def open_project() -> Iterator[Callable[[str], Plan]]:
                 return _explain(root, lambda: _plan(repo, stages[name]))
 
         yield plan
+
+
+def note_runs(names: Collection[str]) -> None:
+    """Have DVC note stages as run, whose outputs lie where they write them: as `dvc commit --force` does for one.
+
+    dvc.lock is written once for all of them.
+
+    Raises:
+        EvidenceError: DVC can't note them; dvc.lock is as it was.
+    """
+    _silence()
+    with contextlib.ExitStack() as stack:
+        repo = _explain(Path(), lambda: stack.enter_context(Repo("", _wait_for_lock=True)))
+        _explain(Path(), lambda: _note_runs(repo, names))
+
+
+def _note_runs(repo: Repo, names: Collection[str]) -> None:
+    noted = [stage for stage in repo.index.stages if _name(stage) in names]
+    with repo.lock:
+        for stage in noted:
+            stage.save()
+            stage.commit()
+        for file in {stage.path: stage.dvcfile for stage in noted}.values():
+            file.dump_stages([stage for stage in noted if stage.path == file.path], update_pipeline=False)
 
 
 def _plan(repo: Repo, stage: Stage) -> Plan:

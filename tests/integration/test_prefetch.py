@@ -151,3 +151,18 @@ def test_what_is_edited_after_it_is_made_by_dvc(ahead: ProjectCopy) -> None:
     assert done.returncode == 0, done.stdout
     assert f"{CANDIDATES[1]}: made ahead by `quantgate prefetch`, of other inputs or damaged" in done.stdout
     assert ahead.read_json(f"{MADE}/candidates/{CANDIDATES[1]}/candidate.json")["steps"] == []
+
+
+def test_a_whole_run_notes_what_it_makes_and_has_dvc_judge_alone(ahead: ProjectCopy) -> None:
+    """DVC started a process for each result, to take over what was there."""
+    data = ahead.read_params()
+    steps = [{"kind": "precision", "dtype": "bfloat16", "autocast": False}]
+    data["candidates"][CANDIDATES[1]]["steps"] = steps
+    ahead.write_params(data)
+    done = ahead.run(sys.executable, "-m", "pipeline", "repro", PRODUCT, "--jobs", "2")
+    assert done.returncode == 0, done.stdout
+    judging = [f"{stage}@{PRODUCT}" for stage in ("benchmark", "compare", "track", "gate", "release")]
+    assert list_ran(done.stdout) == ["env", *judging]
+    assert ahead.read_json(f"{MADE}/candidates/{CANDIDATES[1]}/candidate.json")["steps"][0]["dtype"] == "bfloat16"
+    assert not [*(ahead.root / MADE / "prefetched").rglob("*.json")]
+    assert list_ran(ahead.run_dvc("repro").stdout) == ["env"]

@@ -127,7 +127,7 @@ def test_what_processes_say_is_taken_up_and_the_file_is_gone_at_the_end(
 ) -> None:
     console = Console(file=io.StringIO(), width=80)
     with View(tmp_path / "facts", clock=clock, console=console) as view:
-        phase = view.plan("dvc repro", ["env", "gate@people"], made_ahead=())
+        phase = view.plan("dvc repro", ["env", "gate@people"], is_serial=True)
         with view.open_phase(phase, is_last=True):
             tell(Fact("env"))
             tell(Fact("gate@people"))
@@ -206,7 +206,7 @@ def test_however_it_ends_the_cursor_is_back_and_no_bar_is_left(tmp_path: Path, n
 def test_the_last_times_of_all_phases_are_kept_beside_the_facts(tmp_path: Path, clock: Clock) -> None:
     """The later phase is planned before the first one begins, for the estimate of the whole."""
     view, _ = open_view(tmp_path, clock)
-    later = view.plan("dvc repro", ["env"], made_ahead=())
+    later = view.plan("dvc repro", ["env"], is_serial=True)
     view.begin("optimize@awq")
     clock.now += 5
     view.end("optimize@awq")

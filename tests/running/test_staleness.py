@@ -16,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
-from pipeline.running.staleness import find_stale, list_due, open_project, read_commands
+from pipeline.running.staleness import find_stale, list_due, note_runs, open_project, read_commands
 
 # of DVC's own
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
@@ -357,6 +357,31 @@ def test_what_dvc_will_come_to_is_listed_in_its_order(whole: Path) -> None:
         assert list_due(["make@a"]) == ["env"]
         edit(whole, "params.yaml", lambda data: data.update(steps=[]))
         assert list_due() == ["env", *ALL] and list_due(["make@b"]) == ["env", "make@b"]
+
+
+def test_what_was_made_without_dvc_is_noted_as_if_dvc_had_made_it(whole: Path, tmp_path: Path) -> None:
+    (whole / "data.txt").write_text("2\n")
+    shutil.copytree(whole, tmp_path / "by-dvc")
+    repro(tmp_path / "by-dvc", "make@a", "make@b")
+    for name in ("a", "b"):
+        shutil.copy(whole / "data.txt", whole / "build/made" / name / "data.txt")
+    with contextlib.chdir(whole):
+        note_runs(["make@a", "make@b"])
+        assert list_due(["make@a", "make@b", "compare"]) == ["env", "compare"]
+    locks = [YAML(typ="safe").load((root / "dvc.lock").read_text()) for root in (whole, tmp_path / "by-dvc")]
+    assert locks[0] == locks[1]
+    shutil.rmtree(whole / "build/made/a")
+    repro(whole, "make@a")  # from the cache
+    assert (whole / "build/made/a/data.txt").read_text() == "2\n"
+
+
+def test_what_was_not_made_is_not_noted(whole: Path) -> None:
+    (whole / "data.txt").write_text("2\n")
+    shutil.rmtree(whole / "build/made/b")
+    before = (whole / "dvc.lock").read_bytes()
+    with contextlib.chdir(whole), pytest.raises(EvidenceError, match="build/made/b"):
+        note_runs(["make@a", "make@b"])
+    assert (whole / "dvc.lock").read_bytes() == before
 
 
 def test_of_a_clone_without_data_dvc_runs_all(clone: Path) -> None:
