@@ -62,7 +62,6 @@ _WAITING = "OMP_WAIT_POLICY"  # changes no result
 # What a candidate takes at most, of a GPU and of the host: so much for itself, and so many times its checkpoint. A
 # pipeline of 7 GB that draws 1,024 pixels takes 20 GiB of the GPU, and quantising by samples twice a model of the host.
 _OWN_MIB, _GPU_COPIES, _HOST_COPIES = 4 << 10, 8, 4
-_OWN_CORES = 2  # a server, and who asks it
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def _count_sharing(products: Collection[Product]) -> int:
     largest = max(_measure_mib(locate_checkpoint(folder, Path())) for folder in folders)
     on_gpus = sum(free // (_OWN_MIB + _GPU_COPIES * largest) for free in read_gpu_free_mib())
     on_host = read_available_mib(count_memory_mib()) // (_OWN_MIB + _HOST_COPIES * largest)
-    return min(on_gpus, on_host, count_cores() // _OWN_CORES)
+    return min(on_gpus, on_host, count_cores())
 
 
 def _measure_mib(folder: Path) -> int:

@@ -157,7 +157,7 @@ def test_it_takes_as_many_jobs_as_help(
 @pytest.mark.parametrize(
     ("free_mib", "host_gib", "cores", "mib", "num_jobs"),
     [
-        ((80_000,), 128, 16, 6, 8),  # two cores each
+        ((80_000,), 128, 16, 6, 16),  # a core each: the eleven candidates of the agent kept six of sixteen busy
         ((80_000,), 128, 64, 6, 19),
         ((80_000,), 24, 64, 6, 5),  # the host is full
         ((80_000,), 256, 64, 2_500, 3),
