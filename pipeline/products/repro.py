@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import STAGES, make_ahead, open_run
-from pipeline.running.prefetched import Work, forget, is_in_place
+from pipeline.running.prefetched import Work, digest_inputs_now, put_back
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase
 from pipeline.running.staleness import list_due, note_runs
@@ -58,11 +59,12 @@ def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:
     for name in names:
         stage, _, candidate = name.partition("@")
         work = Work(stage, candidate, candidates[candidate])
-        if is_in_place(work):
+        if put_back(work, digest_inputs_now(work)):
             works[name] = work
     note_runs(works)
-    for work in works.values():
-        forget(work)
+    for work in works.values():  # no stage will take it over
+        work.seal.unlink()
+        shutil.rmtree(work.folder, ignore_errors=True)
 
 
 def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:

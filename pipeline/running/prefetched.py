@@ -134,25 +134,13 @@ def take_over(stage: str, candidate: str, product: Product) -> bool:
         if fits:
             work.target.parent.mkdir(parents=True, exist_ok=True)
             replace_folder(work.folder, work.target)
-        forget(work)
+        work.seal.unlink()
+        shutil.rmtree(work.folder, ignore_errors=True)
     if fits:
         tell_taken(f"{stage}@{candidate}")
     what = "taken over" if fits else "of other inputs or damaged, and not taken over"
     print(f"{candidate}: made ahead by `quantgate prefetch`, {what}", file=sys.stderr, flush=True)
     return fits
-
-
-def is_in_place(work: Work) -> bool:
-    """Say whether what was made ahead lies where the stage writes it, and is of the inputs that there are now."""
-    return _is_whole(work, digest_inputs_now(work)) and _digest_if_there(work.target) == digest_folder(
-        work.folder, ignore=_EVERY_FILE
-    )
-
-
-def forget(work: Work) -> None:
-    """Remove what was kept for a stage to take over."""
-    work.seal.unlink(missing_ok=True)
-    shutil.rmtree(work.folder, ignore_errors=True)
 
 
 def _is_whole(work: Work, inputs: str) -> bool:

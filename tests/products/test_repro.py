@@ -16,6 +16,7 @@ from pipeline.errors import SettingsError
 from pipeline.products import repro
 from pipeline.products.params import load_params
 from pipeline.products.prefetch import Share, choose_candidates
+from pipeline.running.prefetched import Work
 from pipeline.running.progress_view import View
 from tests.paths import ROOT
 
@@ -49,10 +50,18 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(repro, "open_run", open_run)
     monkeypatch.setattr(repro, "list_due", lambda targets: DUE)
     monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share: made.append(view.later))
-    monkeypatch.setattr(repro, "is_in_place", lambda work: work.stage == "optimize")
+    monkeypatch.setattr(repro, "digest_inputs_now", lambda work: "")
+    monkeypatch.setattr(repro, "put_back", keep_optimised)
     monkeypatch.setattr(repro, "note_runs", lambda works: made.append([*works]))
-    monkeypatch.setattr(repro, "forget", lambda work: made.append((work.stage, work.candidate)))
     return made
+
+
+def keep_optimised(work: Work, inputs: str) -> bool:
+    """Say that a candidate was made, and not evaluated; both left something."""
+    for folder in (work.seal.parent, work.folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    work.seal.touch()
+    return work.stage == "optimize"
 
 
 def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
@@ -60,7 +69,9 @@ def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
 ) -> None:
     assert repro.repro(["people"], 2) == 0
     assert asked[0].num_unknown == len(DUE) - 2, "the time of both phases is the time that is left"
-    assert asked[1:] == [["optimize@people"], ("optimize", "people")], "what is not in place is left to its stage"
+    assert asked[1:] == [["optimize@people"]], "what is not whole is left to its stage"
+    assert [path.name for path in Path("build/people/prefetched/optimize").iterdir()] == []
+    assert sorted(path.name for path in Path("build/people/prefetched/evaluate").iterdir()) == ["people", "people.json"]
     shown = capfd.readouterr()
     assert shown.out.splitlines() == ["Running repro release@people"]
     assert "gate 0.0" in shown.err and "failed" not in shown.err
