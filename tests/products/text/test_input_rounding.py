@@ -55,6 +55,19 @@ def test_values_are_those_of_the_library_in_every_bit(preset: str, dtype: torch.
         assert torch.equal(rounding(x), expected)
 
 
+@pytest.mark.parametrize("preset", OWN)
+def test_broken_and_tiny_values_are_rounded_alike_and_inputs_stay_as_they_are(preset: str) -> None:
+    """What is no number must not become one: a served NaN would be hidden."""
+    layer = build_layer(preset)
+    x = torch.randn(1, 12, 2 * CHANNELS, generator=torch.Generator().manual_seed(0))[..., ::2]  # not contiguous
+    x[0, 0, 0], x[0, 1, 5], x[0, 2, 5] = float("nan"), float("inf"), -float("inf")
+    x[0, 3], x[0, 4], x[0, 5] = x[0, 3] * 1e-45, x[0, 4] * 1e-39, -0.0
+    before = x.clone()
+    expected = library.forward_quantize(layer, x, "input", layer.quantization_scheme.input_activations)
+    torch.testing.assert_close(find_rounding(layer)(x), expected, rtol=0, atol=0, equal_nan=True)  # type: ignore[misc]
+    assert expected.isnan().any() and torch.equal(x.nan_to_num(), before.nan_to_num())
+
+
 def test_ties_go_where_the_library_has_them_go() -> None:
     layer = build_layer("NVFP4")
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(CHANNELS // 8)
