@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.records.plain_text import format_line
-from pipeline.running.progress import DVC_STAGE, begin_step
+from pipeline.running.progress import DVC_STAGE, begin_step, tell_cpu
 from pipeline.running.quiet import silence_torchao
 
 
@@ -65,3 +65,5 @@ def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = F
     except KeyboardInterrupt:
         print(f"quantgate {name}: interrupted; finished work is kept, run `dvc repro` to go on", file=sys.stderr)
         sys.exit(130)
+    finally:
+        tell_cpu()

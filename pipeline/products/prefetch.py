@@ -45,7 +45,7 @@ from pipeline.running.environment import (
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import lock_candidate
 from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back, read_watched
-from pipeline.running.progress import begin_step, tell_taken
+from pipeline.running.progress import begin_step, tell_cpu, tell_taken
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.stage_code import digest_code
 from pipeline.running.staleness import Plan, open_project, read_commands
@@ -348,6 +348,13 @@ def carry_out(order: Order) -> None:
     if order.gpus is not None and order.stage == "evaluate":
         os.environ[VISIBLE] = order.gpus
     begin_step(order.step)
+    try:
+        _carry_out(order)
+    finally:
+        tell_cpu()
+
+
+def _carry_out(order: Order) -> None:
     work_here(_TURNS)
     work = Work(order.stage, order.candidate, order.product)
     inputs = _digest_inputs(order, work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ _STEADY_AFTER_S = 10.0  # the rate of the first cases says little: they warm cac
 
 @dataclass(frozen=True)
 class Fact:
-    """How far one piece of work is. Without a piece: the step begins, or its whole result is taken over.
+    """How far one piece of work is. Without a piece: the step begins or ends, or its whole result is taken over.
 
     Attributes:
         step: a stage and its candidate or product.
@@ -34,6 +35,7 @@ class Fact:
         kept: so many were not done in this run: a journal or the last evaluation had them.
         note: what else is to be seen, such as workers that died.
         is_taken: the result was made ahead.
+        cpu_s: seconds of CPU time that the step took; 0: it goes on.
     """
 
     step: str
@@ -44,6 +46,7 @@ class Fact:
     kept: int = 0
     note: str = ""
     is_taken: bool = False
+    cpu_s: float = 0.0
 
 
 def begin_step(name: str) -> None:
@@ -55,6 +58,17 @@ def begin_step(name: str) -> None:
 def tell_taken(name: str) -> None:
     """Say that the whole result of a step was made ahead, and is taken over."""
     tell(Fact(name, is_taken=True))
+
+
+def tell_cpu() -> None:
+    """Say how much CPU time the step of this process took, which ends."""
+    tell(Fact(os.environ.get(STEP, ""), cpu_s=read_cpu_s()))
+
+
+def read_cpu_s() -> float:
+    """Return the seconds of CPU time of this process and of those that have ended below it."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def tell_kept(piece: str, num: int, *, unit: str = "cases") -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -26,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.running.last_times import LastTimes
-from pipeline.running.progress import FILE, Fact, format_duration, format_fact, measure_rate
+from pipeline.running.progress import FILE, Fact, format_duration, format_fact, measure_rate, read_cpu_s
 from pipeline.running.run_state import Clock, Estimate, Phase, Step
 from pipeline.running.run_summary import format_summary
 
@@ -83,7 +82,7 @@ class View:
         self._facts_path.parent.mkdir(parents=True, exist_ok=True)
         self._facts_path.write_bytes(b"")
         os.environ[FILE] = str(self._facts_path.resolve())
-        self._cpu_s = _read_cpu_s()
+        self._cpu_s = read_cpu_s()
         if self.has_bars:
             self._live.start()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="progress-view")
@@ -99,7 +98,7 @@ class View:
         os.environ.pop(FILE, None)
         self._facts_path.unlink(missing_ok=True)
         if self._phases:
-            for line in format_summary(self._phases, self._clock() - self._start, _read_cpu_s() - self._cpu_s):
+            for line in format_summary(self._phases, self._clock() - self._start, read_cpu_s() - self._cpu_s):
                 print(line, file=sys.stderr, flush=True)
 
     def plan(self, title: str, planned: Sequence[str], *, num_jobs: int = 1, is_serial: bool = False) -> Phase:
@@ -311,9 +310,3 @@ def _draw_step_bar(phase: Phase, step: Step, left_s: float | None) -> ProgressBa
 def _format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
-
-
-def _read_cpu_s() -> float:
-    """Return the seconds of CPU time of this process and of those that have ended below it."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)

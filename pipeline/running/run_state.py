@@ -49,6 +49,7 @@ class Step:
         seconds: that it took; None: it works.
         outcome: how it ended.
         is_taken: its result was made ahead.
+        cpu_s: seconds of CPU time that it took; 0: nobody said so.
         is_announced: a log says that it has begun.
         pieces: the last fact of each piece of its work, and when that began; the last one is at work.
     """
@@ -59,6 +60,7 @@ class Step:
     seconds: float | None = None
     outcome: Literal["", "done", "failed"] = ""
     is_taken: bool = False
+    cpu_s: float = 0.0
     is_announced: bool = False
     pieces: dict[str, tuple[Fact, float]] = field(default_factory=dict)
 
@@ -171,6 +173,7 @@ class Phase:
             self.begin(fact.step)
         step = self.steps[fact.step]
         step.is_taken |= fact.is_taken
+        step.cpu_s = fact.cpu_s or step.cpu_s
         if fact.piece:
             _, began = step.pieces.pop(fact.piece, (fact, self._clock()))
             step.pieces[fact.piece] = (fact, began)

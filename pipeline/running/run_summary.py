@@ -17,7 +17,9 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
         cpu_s: CPU time of all its processes, in seconds.
     """
     if ran := [row for phase in phases for row in _list_owners(phase)]:
-        yield "what ran, in seconds:"
+        yield "what ran, in seconds (of CPU time):"
+        if len(ran) > 1:
+            ran.append(("in all", list(_sum_stages([step for _, steps in ran for step in steps]))))
         width = max(len(owner) for owner, _ in ran)
         yield from (f"  {owner:{width}}  {', '.join(map(_format_step, steps))}" for owner, steps in ran)
     if reused := [text for phase in phases for text in _list_reused(phase)]:
@@ -36,9 +38,18 @@ def _list_owners(phase: Phase) -> Iterator[tuple[str, list[Step]]]:
     yield from steps.items()
 
 
+def _sum_stages(steps: Sequence[Step]) -> Iterator[Step]:
+    """Yield one step for each stage, with the times of all its steps; some ran side by side."""
+    for stage in dict.fromkeys(step.stage for step in steps):
+        own = [step for step in steps if step.stage == stage]
+        seconds, cpu_s = sum(step.seconds or 0.0 for step in own), sum(step.cpu_s for step in own)
+        yield Step(stage, number=0, start=0.0, seconds=seconds, cpu_s=cpu_s)
+
+
 def _format_step(step: Step) -> str:
-    kept = f" ({step.num_kept:,} of {step.num_counted:,} kept)" if step.num_kept else ""
-    return f"{step.stage} {step.seconds or 0.0:.1f}{kept}"
+    cpu = f" ({step.cpu_s:,.1f})" if step.cpu_s else ""
+    kept = f" with {step.num_kept:,} of {step.num_counted:,} kept" if step.num_kept else ""
+    return f"{step.stage} {step.seconds or 0.0:,.1f}{cpu}{kept}"
 
 
 def _list_reused(phase: Phase) -> Iterator[str]:

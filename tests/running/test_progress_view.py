@@ -191,7 +191,7 @@ def test_a_terminal_has_bars_and_the_lines_of_tasks_above_them(tmp_path: Path, c
     assert "int8: a warning\r\n" in plain and "━━" in plain and "100/400" in plain
     assert plain.index("100 finished cases") < plain.index("a warning")
     last = plain[plain.rindex("what ran, in seconds") :].split()
-    assert last[4:6] == ["int8", "evaluate"] and "300" not in last
+    assert last[7:9] == ["int8", "evaluate"] and "300" not in last
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 

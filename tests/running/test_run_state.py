@@ -154,15 +154,17 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
     phase.take(Fact("optimize@a", is_taken=True))
     clock.now += 3
     phase.take(Fact("compare@p"))
+    phase.take(Fact("compare@p", cpu_s=2.5))
     phase.take(Fact("", "choices", "cases", 1, 2))
     assert [step.name for step in phase.running] == ["compare@p"] and phase.running[0].number == 4
     assert (phase.num_done, phase.total) == (3, 5) and phase.predict() == Estimate(30, 1, 1)
     assert last.find("optimize@a") is None, "of a result that was taken over"
     phase.close(has_failed=True)
     assert list(format_summary([phase], 130, 7)) == [
-        "what ran, in seconds:",
+        "what ran, in seconds (of CPU time):",
         "  project  env 1.0",
-        "  p        compare 0.0",
+        "  p        compare 0.0 (2.5)",
+        "  in all   env 1.0, compare 0.0 (2.5)",
         "reused: 1 results made ahead",
         "failed: compare@p",
         "took 2 min, and 7 s of CPU time",
@@ -176,13 +178,16 @@ def test_the_summary_says_what_was_reused(tmp_path: Path, clock: Clock) -> None:
         phase.begin(name)
     phase.take(Fact(STEPS[0], is_taken=True))
     phase.take(Fact(STEPS[1], "choices", "cases", 1500, 1500, 1200))
+    phase.take(Fact(STEPS[1], cpu_s=8.0))
+    phase.take(Fact(STEPS[2], cpu_s=1.5))
     clock.now += 9
     for name in STEPS[:3]:
         phase.end(name)
     assert list(format_summary([phase], 9, 7)) == [
-        "what ran, in seconds:",
-        "  a  evaluate 9.0 (1,200 of 1,500 kept)",
-        "  b  optimize 9.0",
+        "what ran, in seconds (of CPU time):",
+        "  a       evaluate 9.0 (8.0) with 1,200 of 1,500 kept",
+        "  b       optimize 9.0 (1.5)",
+        "  in all  evaluate 9.0 (8.0), optimize 9.0 (1.5)",
         "reused: 3 of 5 candidates, as they were or by DVC's cache; 1 results of an earlier prefetch; "
         "1,200 cases that were finished before",
         "took 9 s, and 7 s of CPU time",
