@@ -54,6 +54,19 @@ class Start:
     files: Mapping[Path, bytes]
 
 
+@dataclass(frozen=True)
+class OpenReplica:
+    """A candidate that is loaded or served, and evaluates shards.
+
+    Attributes:
+        run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries.
+        finish: makes `build/evaluations/<name>/` of all shards. The replica does nothing after it.
+    """
+
+    run: Callable[[Shard], int]
+    finish: Callable[[], None]
+
+
 class Kind(Protocol[P]):
     """A kind of product: its settings and their checks, the work of its stages, and who judges and shows it."""
 
@@ -95,10 +108,8 @@ class Kind(Protocol[P]):
     def evaluate(self, name: str, product: P, *, root: Path, build: Path) -> None:
         """Evaluate a candidate, and write `build/evaluations/<name>/`."""
 
-    def open_replica(
-        self, name: str, product: P, *, root: Path, build: Path
-    ) -> AbstractContextManager[Callable[[Shard], int]]:
-        """Give a function that evaluates a shard under `build/shards/<name>/`; what it needs is loaded once."""
+    def open_replica(self, name: str, product: P, *, root: Path, build: Path) -> AbstractContextManager[OpenReplica]:
+        """Load or serve a candidate once, for shard after shard of its cases."""
 
     def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
         """Time or compare candidates beside the reference under `build/benchmarks/`; return a line on each."""

@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
 
 def evaluate_shard(name: str, product: Product, shard: Shard) -> None:
     """Evaluate a part of the cases, for the stage to take over."""
-    with KINDS[product.kind].open_replica(name, product, root=Path(), build=product.build) as run:
-        num_entries = run(shard)
+    with KINDS[product.kind].open_replica(name, product, root=Path(), build=product.build) as replica:
+        num_entries = replica.run(shard)
     print(f"{name}: shard {shard} is finished: {num_entries} entries are kept for the stage without --shard")
 
 

@@ -64,7 +64,7 @@ class Replica:
         self._scratch = Path(tempfile.mkdtemp(prefix="quantgate-"))
         self._build = self._scratch / "build"
         self._stack = contextlib.ExitStack()
-        self._run: Callable[[Any], int] | None = None
+        self._open: Any = None  # what the candidate's kind opened
 
     def look(self, root: str, token: str) -> tuple[str, bool]:
         """Return the host's name, and whether it sees the driver's folder, in which a file of this name lies."""
@@ -118,9 +118,9 @@ class Replica:
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
         with self._name_driver_folder():
-            if self._run is None:
-                self._run = self._stack.enter_context(self._do("open_replica"))
-            return self._run(shard)
+            if self._open is None:
+                self._open = self._stack.enter_context(self._do("open_replica"))
+            return int(self._open.run(shard))
 
     def read_new(self, known: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
         """Return what attempts hold beyond what the driver has: path in the shards' folder, offset, bytes.
@@ -149,14 +149,16 @@ class Replica:
             files: paths of the shards' files in the driver's project.
             server: gives them.
         """
-        self.close()
         folder = self._build / "shards" / self._order.candidate
         shutil.rmtree(folder, ignore_errors=True)
         home = f"{self._order.build}/shards/{self._order.candidate}/"
         for path in files:
             receive(folder / path.removeprefix(home), partial(_ask, server, path))
         with self._name_driver_folder():
-            self._do("evaluate")
+            if self._open is None:
+                self._do("evaluate")
+            else:
+                self._open.finish()
 
     def make(self) -> str:
         """Build the candidate where its stage does; return a line that says what it became."""
@@ -171,11 +173,6 @@ class Replica:
     def read_made(self, folder: str, path: str, offset: int) -> bytes:
         """Return the next bytes of a file of results; none at its end."""
         return read_chunk(self._build / folder / self._order.candidate / path, offset)
-
-    def close(self) -> None:
-        """End what was loaded or started."""
-        self._run = None
-        self._stack.close()
 
     @contextlib.contextmanager
     def _name_driver_folder(self) -> Iterator[None]:

@@ -318,9 +318,9 @@ def test_shards_make_the_records_and_pictures_of_one_run(project: Path) -> None:
     pictures = digest_files(folder / "shots")
     floor = json.loads((folder / "shots.json").read_text())["other_seed_ssim"]
     candidate = read_image_candidate(build, "shots", product)
-    with open_replica(candidate, product, root=project, build=build) as draw:
+    with open_replica(candidate, product, root=project, build=build) as replica:
         for number in (2, 1):
-            draw(Shard(number, 2))
+            replica.run(Shard(number, 2))
     merged = evaluate_images(candidate, product, root=project, build=build)
     records = read_cases(folder / "shots.jsonl")
     assert [record.model_dump(exclude={"latency_s"}) for record in records] == alone

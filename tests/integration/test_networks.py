@@ -217,8 +217,8 @@ def test_shards_make_the_results_of_one_run(project: Path) -> None:
     run(project, product, "squares")
     alone = list_results(project, product, "squares")
     candidate = read_network_candidate(folder, "squares", product)
-    with open_replica(candidate, product, root=project, build=folder) as infer:
-        num_entries = [infer(Shard(number, 3)) for number in (1, 2, 3)]
+    with open_replica(candidate, product, root=project, build=folder) as replica:
+        num_entries = [replica.run(Shard(number, 3)) for number in (1, 2, 3)]
     assert sum(num_entries) == NUM_PICTURES and max(num_entries) < NUM_PICTURES
     evaluate(project, product, "squares")
     assert list_results(project, product, "squares") == alone

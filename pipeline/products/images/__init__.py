@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Start
+from pipeline.product import Inputs, OpenReplica, Start
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
@@ -15,7 +15,6 @@ from pipeline.settings.base import Eval
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
-    from pipeline.running.shards import Shard
 
 
 class ImagesKind:
@@ -88,7 +87,7 @@ class ImagesKind:
 
     def open_replica(
         self, name: str, product: ImagesProduct, *, root: Path, build: Path
-    ) -> AbstractContextManager[Callable[[Shard], int]]:
+    ) -> AbstractContextManager[OpenReplica]:
         """Load or serve a candidate once, for shard after shard of its cases."""
         from pipeline.products.images.evaluate import open_replica
         from pipeline.products.images.serving import read_image_candidate

@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from PIL import Image
 
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
+from pipeline.product import OpenReplica
 from pipeline.products.images.other_seeds import Drawn, choose_other_seeds, measure_floor
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
 from pipeline.products.images.workers import (
@@ -92,8 +93,8 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
 @contextlib.contextmanager
 def open_replica(
     candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path
-) -> Iterator[Callable[[Shard], int]]:
-    """Yield a function that draws a shard of the prompts and returns the number of its entries.
+) -> Iterator[OpenReplica]:
+    """Yield what draws shards of the prompts; the processes that draw start with the first.
 
     Args:
         candidate: what stage optimize wrote, with its serving config.
@@ -126,7 +127,11 @@ def open_replica(
                     _render(name, batches, pools[name], journal)
             return attempt.finish()
 
-        yield draw
+        def finish() -> None:
+            stack.close()  # an evaluation starts processes of its own
+            evaluate_images(candidate, product, root=root, build=build)
+
+        yield OpenReplica(draw, finish)
 
 
 def _run_eval(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Start, Watched
+from pipeline.product import Inputs, OpenReplica, Start, Watched
 from pipeline.products.text.settings import (
     HarnessEval,
     PerplexityEval,
@@ -22,7 +22,6 @@ from pipeline.settings.base import Eval
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
-    from pipeline.running.shards import Shard
 
 
 class TextKind:
@@ -152,7 +151,7 @@ class TextKind:
 
     def open_replica(
         self, name: str, product: TextProduct, *, root: Path, build: Path
-    ) -> AbstractContextManager[Callable[[Shard], int]]:
+    ) -> AbstractContextManager[OpenReplica]:
         """Load or serve a candidate once, for shard after shard of its cases."""
         from pipeline.products.text.evals.replica import open_replica
         from pipeline.products.text.serving_config import read_candidate

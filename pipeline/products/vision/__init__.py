@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Start
+from pipeline.product import Inputs, OpenReplica, Start
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
@@ -16,7 +16,6 @@ from pipeline.settings.base import Eval
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
-    from pipeline.running.shards import Shard
 
 
 class VisionKind:
@@ -94,7 +93,7 @@ class VisionKind:
 
     def open_replica(
         self, name: str, product: VisionProduct, *, root: Path, build: Path
-    ) -> AbstractContextManager[Callable[[Shard], int]]:
+    ) -> AbstractContextManager[OpenReplica]:
         """Load or serve a candidate once, for shard after shard of its cases."""
         from pipeline.products.vision.evaluate import open_replica
         from pipeline.products.vision.serving import read_network_candidate

@@ -13,7 +13,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import spread
 from pipeline.evalsets.pictures import measure_picture
+from pipeline.product import OpenReplica
 from pipeline.products.vision.detecting import Categories, build_categories, save_tables
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct
@@ -96,8 +97,8 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
 @contextlib.contextmanager
 def open_replica(
     candidate: NetworkCandidate, product: VisionProduct, *, root: Path, build: Path
-) -> Iterator[Callable[[Shard], int]]:
-    """Yield a function that runs a shard of the pictures and returns the number of its entries.
+) -> Iterator[OpenReplica]:
+    """Yield what runs shards of the pictures; the processes that run them start with the first.
 
     Args:
         candidate: what stage optimize wrote, with its serving config.
@@ -126,7 +127,11 @@ def open_replica(
                     _run_batches(name, own, pools[name], journal)
             return attempt.finish()
 
-        yield run
+        def finish() -> None:
+            stack.close()  # an evaluation starts processes of its own
+            evaluate_network(candidate, product, root=root, build=build)
+
+        yield OpenReplica(run, finish)
 
 
 def _start(

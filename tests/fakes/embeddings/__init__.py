@@ -6,13 +6,13 @@ copy, to see that a kind is one folder and its line in the list. It is small eno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import SettingsError
-from pipeline.product import Inputs, Start
+from pipeline.product import Inputs, OpenReplica, Start
 from pipeline.products.embeddings.settings import EmbeddingsProduct, RetrievalEval, find_embedding_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
@@ -20,7 +20,6 @@ from pipeline.settings.base import Eval
 if TYPE_CHECKING:
     from pipeline.gate.audits import Auditor
     from pipeline.report.presenting import Presenter
-    from pipeline.running.shards import Shard
 
 
 class EmbeddingsKind:
@@ -77,7 +76,7 @@ class EmbeddingsKind:
 
     def open_replica(
         self, name: str, product: EmbeddingsProduct, *, root: Path, build: Path
-    ) -> AbstractContextManager[Callable[[Shard], int]]:
+    ) -> AbstractContextManager[OpenReplica]:
         """Refuse: a query looks for its passage among those of all cases."""
         raise SettingsError(f"products.{product.name}: expected a whole evaluation, as each case looks at all others")
 

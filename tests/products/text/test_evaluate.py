@@ -356,9 +356,9 @@ def serve_shards(endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def ask_shards(root: Path, *shards: Shard) -> None:
-    with open_replica(make_candidate("a"), make_product(), root=root, build=root / "build/agent") as ask:
+    with open_replica(make_candidate("a"), make_product(), root=root, build=root / "build/agent") as replica:
         for shard in shards:
-            ask(shard)
+            replica.run(shard)
 
 
 def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
@@ -375,6 +375,34 @@ def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
     assert sorted(endpoint.asked) == ["a", "b", "c"] and read_answers(tmp_path) == alone
     assert merged.shards is not None and merged.shards.num_shards == 3
     assert not (tmp_path / "build/agent/shards/a").exists(), "they would be merged into the next evaluation too"
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_endpoint_of_the_shards_makes_the_evaluation(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, is_traced: bool
+) -> None:
+    """Loading 70B once more takes minutes. One that is traced must be told so when it starts."""
+    assert run(tmp_path).shards is None
+    alone = read_answers(tmp_path)
+    shutil.rmtree(tmp_path / "build")
+    serve_shards(endpoint, monkeypatch)
+    started = []
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(options)
+        return endpoint.start()
+
+    monkeypatch.setattr(evaluate_module, "start_engine", start)
+    monkeypatch.setattr(evaluate_module, "trace_engine", lambda *_, **__: asyncio.sleep(0))
+    product = make_product()
+    traced = {name: one.model_copy(update={"trace": is_traced}) for name, one in product.candidates.items()}
+    product = product.model_copy(update={"candidates": traced})
+    build = tmp_path / "build/agent"
+    with open_replica(make_candidate("a"), product, root=tmp_path, build=build) as replica:
+        replica.run(Shard(2, 2))
+        replica.run(Shard(1, 2))
+        replica.finish()
+    assert read_answers(tmp_path) == alone and len(started) == is_traced
 
 
 def test_a_shard_that_failed_says_so_and_goes_on(

@@ -11,6 +11,7 @@ the journal from the start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import shutil
 import sys
@@ -82,6 +83,7 @@ async def evaluate_candidate(
     root: Path,
     build: Path,
     watches: Mapping[str, HarmWatch] | None = None,
+    served: tuple[Engine, Client] | None = None,
 ) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
@@ -91,6 +93,7 @@ async def evaluate_candidate(
         root: project root, which paths of checkpoint and evalsets are relative to.
         build: folder for the evaluation, its journal and the server logs.
         watches: by eval, what may end it early.
+        served: the candidate's endpoint where it runs already (`can_be_served`); it goes on running.
 
     Raises:
         HarmFound: a watch has seen enough; what was finished is journaled.
@@ -99,7 +102,12 @@ async def evaluate_candidate(
         JournalError: another process evaluates the candidate.
     """
     with lock_candidate(build, candidate.name), ThreadPoolExecutor(1) as pool:
-        return await _evaluate(candidate, product, watches or {}, pool, root=root, build=build)
+        return await _evaluate(candidate, product, watches or {}, pool, served, root=root, build=build)
+
+
+def can_be_served(candidate: Candidate, product: TextProduct) -> bool:
+    """Tell whether one endpoint is enough, started like any: drafts are compared with none, a trace is asked ahead."""
+    return candidate.serving.speculative is None and not product.candidates[candidate.name].trace
 
 
 async def _evaluate(
@@ -107,6 +115,7 @@ async def _evaluate(
     product: TextProduct,
     watches: Mapping[str, HarmWatch],
     pool: ThreadPoolExecutor,
+    served: tuple[Engine, Client] | None,
     *,
     root: Path,
     build: Path,
@@ -125,15 +134,18 @@ async def _evaluate(
     if candidate.serving.speculative is not None and candidate.serving.engine != "openai":
         plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root=root, logs=paths.logs)
     is_traced = product.candidates[candidate.name].trace
-    starting = start_engine(
-        candidate,
-        product.resources,
-        evals=product.evals,
-        root=root,
-        logs=paths.logs,
-        traces=paths.folder / TRACES if is_traced else None,
-    )
-    async with starting as (engine, client):
+    async with contextlib.AsyncExitStack() as stack:
+        if served is None:
+            starting = start_engine(
+                candidate,
+                product.resources,
+                evals=product.evals,
+                root=root,
+                logs=paths.logs,
+                traces=paths.folder / TRACES if is_traced else None,
+            )
+            served = await stack.enter_async_context(starting)
+        engine, client = served
         ready_s = time.monotonic() - start
         evals = await asyncio.wrap_future(
             describing

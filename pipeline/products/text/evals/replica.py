@@ -1,7 +1,6 @@
 """One endpoint of a candidate, which evaluates shards of its cases one after another (`pipeline/running/shards.py`).
 
-Not covered: the canary, which asks one endpoint the same prompts several ways. The stage does so, once all shards are
-done.
+Once all shards are done, the endpoint answers the canary, too, which asks one endpoint the same prompts several ways.
 """
 
 from __future__ import annotations
@@ -9,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.errors import EvidenceError
-from pipeline.products.text.evals.evaluate import make_context
+from pipeline.product import OpenReplica
+from pipeline.products.text.evals.evaluate import can_be_served, evaluate_candidate, make_context
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.serving.client import Client
@@ -26,14 +27,12 @@ from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, format_failures
 from pipeline.running.shards import AttemptFolder, Shard
 
-_Order = tuple[Shard, "Future[int]"]
+_Work = Callable[[list[EvalJob], Engine, Client], Awaitable[int]]
 
 
 @contextlib.contextmanager
-def open_replica(
-    candidate: Candidate, product: TextProduct, *, root: Path, build: Path
-) -> Iterator[Callable[[Shard], int]]:
-    """Yield a function that asks the cases of a shard and returns the number of entries; its servers start first.
+def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, build: Path) -> Iterator[OpenReplica]:
+    """Yield what asks the cases of shards; its servers start first.
 
     Args:
         candidate: what stage optimize wrote, with its serving config.
@@ -45,46 +44,63 @@ def open_replica(
         EngineError: the endpoint did not come up or died; what was finished is kept.
         EvidenceError: cases could not be judged; those that could are kept.
     """
-    orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[tuple[_Work, Future[int]] | None] = queue.SimpleQueue()
     ready: Future[None] = Future()
+    whole = partial(evaluate_candidate, candidate, product, root=root, build=build)
 
     async def serve() -> None:
-        jobs = describe_evals(product, candidate, load_evalsets(product, root), root)
+        # importing lm-eval takes as long as starting servers does
+        describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
         logs = build / "logs" / candidate.name
         async with start_engine(candidate, product.resources, evals=product.evals, root=root, logs=logs) as served:
+            jobs = await asyncio.wrap_future(describing)
             ready.set_result(None)
             while (order := await asyncio.to_thread(orders.get)) is not None:
-                shard, done = order
+                work, done = order
                 try:
-                    attempt = AttemptFolder(build, candidate.name, shard)
-                    done.set_result(await _run(jobs, candidate, *served, attempt, shard, root))
+                    done.set_result(await work(jobs, *served))
                 except Exception as error:
                     done.set_exception(error)
 
-    def run(shard: Shard) -> int:
+    def ask(work: _Work) -> int:
         done: Future[int] = Future()
-        orders.put((shard, done))
+        orders.put((work, done))
         return done.result()
 
-    with ThreadPoolExecutor(1) as pool:
+    async def evaluate(jobs: list[EvalJob], engine: Engine, client: Client) -> int:
+        await whole(served=(engine, client))
+        return 0
+
+    def run(shard: Shard) -> int:
+        return ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root))
+
+    def finish() -> None:
+        if can_be_served(candidate, product):
+            ask(evaluate)
+        else:
+            orders.put(None)
+            serving.result()
+            asyncio.run(whole())
+
+    with ThreadPoolExecutor(2) as pool:
         serving = pool.submit(asyncio.run, serve())
         if serving in wait([ready, serving], return_when=FIRST_COMPLETED).done:
             serving.result()  # raises what kept it from starting
         try:
-            yield run
+            yield OpenReplica(run, finish)
         finally:
             orders.put(None)
         serving.result()
 
 
 async def _run(
-    jobs: list[EvalJob],
     candidate: Candidate,
-    engine: Engine,
-    client: Client,
     attempt: AttemptFolder,
     shard: Shard,
     root: Path,
+    jobs: list[EvalJob],
+    engine: Engine,
+    client: Client,
 ) -> int:
     """Ask the cases of a shard, eval by eval."""
     for job in jobs:

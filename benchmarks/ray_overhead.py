@@ -1,0 +1,81 @@
+"""What does Ray cost against local workers on the same cores?
+
+    python -m benchmarks.ray_overhead CANDIDATE [--workers 2] [--rounds 2]
+
+Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is built (`python -m stages.optimize`). In
+copies of it the candidate is evaluated anew by workers of this machine, and by as many replicas on a cluster of one
+machine with nodes of one core each; in turns, so that a busy machine is busy for both. Prints a row of Markdown a
+round: the seconds of the stage, and whether the records are equal without latencies. The cluster is started before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.ray_faults import NOT_COPIED, ROOT, Trial, read_records
+from pipeline.products.params import find_owner, load_params
+from pipeline.settings.base import Product
+
+
+def run_here(trial: Trial) -> float:
+    """Evaluate by workers of this machine; return seconds."""
+    path = trial.folder / "params.yaml"
+    settings = re.sub(r"(?m)^execution:.*\n", "", path.read_text(encoding="utf-8"))
+    path.write_text(f"execution: {{kind: local, num_workers: {trial.num_nodes}}}\n{settings}", encoding="utf-8")
+    return time_stage(trial)
+
+
+def run_on_ray(trial: Trial) -> float:
+    """Evaluate by replicas; return seconds."""
+    with trial.start_cluster():
+        return time_stage(trial)
+
+
+def time_stage(trial: Trial) -> float:
+    """Run the stage; return seconds.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    start = time.monotonic()
+    trial.start()
+    if trial.finish():
+        raise SystemExit("\n".join(trial.said))
+    return time.monotonic() - start
+
+
+def main() -> None:
+    """Evaluate in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("candidate")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    product = find_owner(load_params(), options.candidate, kind=Product).name
+    ways: tuple[Callable[[Trial], float], ...] = (run_here, run_on_ray)
+    print("| round | workers, s | Ray, s | ratio | records |\n|---:|---:|---:|---:|---|", flush=True)
+    ratios = []
+    for number in range(1, options.rounds + 1):
+        times, records = [], []
+        for way in ways:
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary) / "project"
+                shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+                shutil.rmtree(folder / "build" / product / "evaluations", ignore_errors=True)
+                times.append(way(Trial(folder, product, options.candidate, options.workers)))
+                records.append(read_records(folder / "build" / product / "evaluations" / options.candidate))
+        ratios.append(times[1] / times[0])
+        is_equal = "equal" if records[0] == records[1] else "DIFFERENT"
+        print(f"| {number} | {times[0]:.1f} | {times[1]:.1f} | {ratios[-1]:.2f} | {is_equal} |", flush=True)
+    print(f"\nmedian ratio {statistics.median(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()
