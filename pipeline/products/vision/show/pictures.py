@@ -24,7 +24,7 @@ from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate
 _SHOWN_PART = 0.5  # of a picture's longer side
-_DPI = 110
+_DPI = 96
 _SIDES = (("reference", "#4D4D4D", "--"), ("candidate", "#D55E00", "-"))
 
 
