@@ -184,15 +184,17 @@ def choose_candidates(params: Params, names: Sequence[str]) -> dict[str, Product
 def count_jobs(params: Params, products: Collection[Product]) -> int:
     """Return how many candidates to work on at once: as many as the product with the fewest has workers.
 
-    Small models share GPUs, so more of them are worked on at once, where memory and cores allow it. 0 where nothing is
-    gained: a cluster works for one candidate, or one candidate for the only GPU.
+    Small models share GPUs, so more of them are worked on at once, where memory and cores allow it and
+    `execution.num_workers` names no number. 0 where nothing is gained: a cluster works for one candidate, or one
+    candidate for the only GPU.
     """
     if isinstance(params.execution, RayExecution):
         return 0
     num_jobs = min(product.num_workers for product in products)
     if not list_own_gpus():
         return num_jobs
-    num_jobs = max(num_jobs, _count_sharing(products))
+    if params.execution.num_workers == "auto":
+        num_jobs = max(num_jobs, _count_sharing(products))
     return 0 if num_jobs == 1 else num_jobs
 
 

@@ -183,7 +183,10 @@ def test_small_models_share_a_gpu_as_far_as_memory_and_cores_allow_it(
         monkeypatch.setattr(prefetch, name, lambda *_, value=value: value)
     monkeypatch.setattr(prefetch, "_measure_mib", lambda _: mib)
     monkeypatch.setattr(prefetch, "locate_checkpoint", lambda folder, _: Path(folder))
-    assert count_jobs(params, [params.products["agent"].use_workers(1)]) == num_jobs
+    products = [params.products["agent"].use_workers(1)]
+    assert count_jobs(params, products) == num_jobs
+    one = replace(params, execution=LocalExecution(num_workers=1))
+    assert count_jobs(one, products) == 0, "whoever names a number means it"
 
 
 @pytest.mark.parametrize("given", ["0", "-2", "four", "1.5", ""])
