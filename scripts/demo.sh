@@ -20,5 +20,5 @@ set -- examples/first_verdict/agent examples/first_verdict/gptq-short --metric a
 echo "quantgate compare $*"
 code=0
 PYTHONPATH=. $python -P -m pipeline compare "$@" || code=$?
+[ $code = 20 ] || { echo "demo: expected exit code 20, a verdict, got $code: see above" >&2; exit 1; }
 echo "exit code $code: the candidate fails. demo.html is the same as a page, with the cases that flipped."
-[ $code = 20 ]

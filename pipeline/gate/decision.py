@@ -176,12 +176,13 @@ def _decide(
             f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
             f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed"
         )
+    like = "with losses like these" if m.b is None else "at this rate of flips"
     if m.more_cases is None:
-        outlook = "no affordable number of cases would prove it at this rate of flips"
+        outlook = f"no affordable number of cases would prove it {like}"
     else:
         outlook = (
             f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
-            "chance to prove it at this rate of flips"
+            f"chance to prove it {like}"
         )
     return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
 

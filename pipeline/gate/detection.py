@@ -13,7 +13,7 @@ by the share of AP that their objects carry, so 300 images of which 12 hold a sm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.influence import harm_by_image, share_of_objects
-from pipeline.gate.outlook import cases_for_spread
+from pipeline.gate.outlook import cases_to_bound
 from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
 from pipeline.gate.statistics import sign_flip_tail, tail_at
@@ -117,7 +117,8 @@ def measure_precision(
     value, other = float(ours[0]), float(theirs[0])
     _check_loss_can_show(name, metric, value, tolerance)
     try:
-        bounds = bootstrap_bounds(ours - theirs, count, lost=value, gained=other, confidence=1 - alpha)
+        bound = partial(bootstrap_bounds, ours - theirs, count, lost=value, gained=other, confidence=1 - alpha)
+        bounds = bound()
     except ValueError as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     parts = _pick(_influence(reference, candidate), definition, area)
@@ -143,7 +144,11 @@ def measure_precision(
         p_gain=tail_at(tail, -sums.sum()),
         tolerance=tolerance,
         tier=tier,
-        more_cases=None if tolerance is None else cases_for_spread(bounds, tolerance, len(positions)),
+        more_cases=(
+            cases_to_bound(lambda growth: bound(growth=growth).high, tolerance, len(positions))
+            if tolerance is not None and bounds.harm < tolerance < bounds.high
+            else None
+        ),
         sums=sums,
         weights=weights,
         tail=tail,

@@ -9,8 +9,9 @@ names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from pipeline.gate.case_table import CaseTable
 from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.detection import estimate_precision, list_object_buckets, measure_precision
-from pipeline.gate.outlook import cases_for_spread, cases_to_prove
+from pipeline.gate.outlook import cases_to_bound, cases_to_prove
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.scales import find_document_room, find_room
 from pipeline.gate.statistics import (
@@ -286,13 +287,14 @@ def _compare_scores(
     # the few largest clusters hide most: a loss that sits in them must not pass for want of a rate
     count = hiding_clusters(clusters, confidence=1 - alpha, weights=reference.weights)
     d = (reference.values - candidate.values) * definition.sign
-    b = c = None
+    b = c = bound = None
     if is_proportion:
         bounds = proportion_bounds(d, clusters, confidence=1 - alpha, count=count)
         b, c = int((d > 0).sum()), int((d < 0).sum())
     else:
         lost = _room_for_loss(reference, candidate, d)
-        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha, lost=lost, count=count)
+        bound = partial(ratio_bounds, d, reference.weights, clusters, confidence=1 - alpha, lost=lost, count=count)
+        bounds = bound()
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)
@@ -315,7 +317,9 @@ def _compare_scores(
         tolerance=tolerance,
         tier=tier,
         more_cases=(
-            None if tolerance is None else _more_cases(definition, bounds, b, c, d, clusters, count, tolerance, alpha)
+            None
+            if tolerance is None
+            else _more_cases(definition, bounds, bound, b, c, d, clusters, count, tolerance, alpha)
         ),
         sums=sums,
         weights=weights,
@@ -349,6 +353,7 @@ def _harm_scale(definition: MetricDefinition, difference: float) -> float:
 def _more_cases(
     definition: MetricDefinition,
     bounds: Bounds,
+    bound: Callable[..., Bounds] | None,
     b: int | None,
     c: int | None,
     d: Floats,
@@ -361,7 +366,9 @@ def _more_cases(
     n, limit = len(clusters), math.log1p(tolerance) if definition.harm == "relative" else tolerance
     if bounds.harm >= limit or bounds.high <= limit:
         return None
+    if bound is not None:
+        return cases_to_bound(lambda growth: bound(growth=growth).high, limit, n)
     if b is not None and c is not None:
         spread = measure_spread(d, clusters) if 1 < count < n else None
         return cases_to_prove(b, c, n, count, spread, limit, confidence=1 - alpha)
-    return cases_for_spread(bounds, limit, n)
+    return None

@@ -6,9 +6,10 @@ An even chance, not a promise: it assumes that new cases behave as the old ones 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from pipeline.gate.clusters import Spread
-from pipeline.gate.statistics import Bounds, is_bounded
+from pipeline.gate.statistics import is_bounded
 
 _MOST = 1_000.0  # times as many cases: more is no outlook
 
@@ -35,6 +36,24 @@ def cases_to_prove(
         wider = spread and Spread(spread.variance * factor, spread.cubes * factor)
         return is_bounded(tolerance, b * factor, c * factor, n * factor, count * factor, wider, confidence=confidence)
 
+    return _find_more(is_proven, n)
+
+
+def cases_to_bound(bound: Callable[[float], float], tolerance: float, n: int) -> int | None:
+    """Return how many more cases would bring an upper bound to the tolerance.
+
+    Args:
+        bound: of the harm with so many times as many cases like those seen.
+        tolerance: of the harm.
+        n: all cases.
+
+    Returns:
+        The number of additional cases, or None when more than 1,000 times as many would be needed.
+    """
+    return _find_more(lambda factor: bound(factor) <= tolerance, n)
+
+
+def _find_more(is_proven: Callable[[float], bool], n: int) -> int | None:
     low, high = 1.0, _MOST
     if not is_proven(high):
         return None
@@ -42,15 +61,3 @@ def cases_to_prove(
         middle = (low + high) / 2
         low, high = (low, middle) if is_proven(middle) else (middle, high)
     return math.ceil(n * (high - 1))
-
-
-def cases_for_spread(bounds: Bounds, tolerance: float, n: int) -> int | None:
-    """Return how many more cases would bring an upper bound that shrinks with 1 / sqrt(n) to the tolerance.
-
-    Returns:
-        The number, or None when the bound is there, the harm is beyond it, or 1,000 times as many would be needed.
-    """
-    if bounds.harm >= tolerance or bounds.high <= tolerance:
-        return None
-    factor = ((bounds.high - bounds.harm) / (tolerance - bounds.harm)) ** 2
-    return math.ceil(n * (factor - 1)) if factor <= _MOST else None

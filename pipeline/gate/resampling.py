@@ -47,7 +47,9 @@ def draw_weights(clusters: Ints, *, num_resamples: int = NUM_RESAMPLES, seed: in
     return np.concatenate([np.ones((1, len(clusters))), drawn[:, numbers]]).astype(np.float64)
 
 
-def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float, confidence: float) -> Bounds:
+def bootstrap_bounds(
+    draws: Floats, count: float, *, lost: float, gained: float, confidence: float, growth: float = 1.0
+) -> Bounds:
     """Return a number's one-sided bounds from its standard error and skewness over resamples.
 
     Half a cluster is added that loses all that a cluster can: up by `lost` / `count` for the upper bound of a harm. It
@@ -63,6 +65,7 @@ def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float,
         lost: how far the number would rise if every cluster lost everything.
         gained: how far it would fall if every cluster gained everything.
         confidence: of each bound alone.
+        growth: the bounds are those of so many times as many clusters like these.
 
     Raises:
         ValueError: fewer than two effective clusters.
@@ -75,6 +78,7 @@ def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float,
     deviations = resampled - resampled.mean()
     error = math.sqrt(float(deviations @ deviations) / (len(deviations) - 1))
     tail = float((deviations**3).mean()) / error**3 if error else 0.0
+    error, tail, count = error / math.sqrt(growth), tail / math.sqrt(growth), count * growth
     t = float(stdtrit(count - 1, confidence))
     return Bounds(
         value, value - reach(error, -tail, t, step=gained / count), value + reach(error, tail, t, step=lost / count)

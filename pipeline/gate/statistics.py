@@ -186,7 +186,14 @@ def _for_few_clusters(confidence: float, n: float, count: float) -> float:
 
 
 def ratio_bounds(
-    d: Floats, weights: Floats, clusters: Ints, *, confidence: float, lost: float = 0.0, count: float | None = None
+    d: Floats,
+    weights: Floats,
+    clusters: Ints,
+    *,
+    confidence: float,
+    lost: float = 0.0,
+    count: float | None = None,
+    growth: float = 1.0,
 ) -> Bounds:
     """Return sum(d) / sum(weights) with bounds from the linearised cluster-robust standard error.
 
@@ -206,6 +213,7 @@ def ratio_bounds(
         confidence: of each bound alone.
         lost: harm that any one case might have had, at an average weight of 1; 0: there is no saying.
         count: their `hiding_clusters`, where they are known already.
+        growth: the bounds are those of so many times as many cases, in clusters like these.
 
     Raises:
         ValueError: fewer than two clusters, or weights that sum to nothing.
@@ -219,13 +227,15 @@ def ratio_bounds(
     ratio = float(d.sum()) / total
     residuals = np.bincount(clusters, weights=d - ratio * weights)
     squares = float(residuals @ residuals)
-    error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
+    num_clusters_then = num_clusters * growth
+    error = math.sqrt(num_clusters_then / (num_clusters_then - 1) * squares / growth) / total
     count = hiding_clusters(clusters, confidence=confidence, weights=weights) if count is None else count
+    count *= growth
     t = _students(count, confidence)
-    tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
+    tail = float((residuals**3).sum()) / squares**1.5 / math.sqrt(growth) if squares > 0 else 0.0
     below, above = (reach(error, side, t, step=lost / count) for side in (-tail, tail))
     if lost:
-        unseen = lost * bound_unseen(len(d), count, confidence=confidence)
+        unseen = lost * bound_unseen(len(d) * growth, count, confidence=confidence)
         below, above = max(below, unseen), max(above, unseen)
     return Bounds(ratio, ratio - below, ratio + above)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.gate.clusters import design_effect, effective_clusters, hiding_clusters, measure_spread
-from pipeline.gate.outlook import cases_to_prove
+from pipeline.gate.outlook import cases_to_bound, cases_to_prove
 from pipeline.gate.statistics import (
+    Bounds,
     count_bounds,
     holm,
     is_bounded,
@@ -515,3 +517,25 @@ def test_outlook_counts_the_cases_that_are_missing() -> None:
 
     assert bound(factor) <= 0.02 < bound(factor * 0.99)
     assert cases_to_prove(20, 0, 1000, 1000, None, 0.02, confidence=0.95) is None
+
+
+@pytest.mark.parametrize("spread", [0.001, 0.3])
+def test_bounds_of_more_cases_are_those_of_the_cases_repeated(spread: float) -> None:
+    """Room for an unseen document shrinks with n, noise with its root: one rule for both was wrong 70 times over."""
+    rng = np.random.default_rng(0)
+    d, weights = rng.normal(0.01, spread, 50), rng.integers(5, 20, 50).astype(float)
+    bound = partial(ratio_bounds, d, weights, number_each(50), confidence=0.95, lost=2.0, count=40)
+
+    def repeat(times: int) -> Bounds:
+        many = number_each(50 * times)
+        return ratio_bounds(
+            np.tile(d, times), np.tile(weights, times), many, confidence=0.95, lost=2.0, count=40.0 * times
+        )
+
+    for growth in (1, 3, 40):
+        seen, repeated = bound(growth=growth), repeat(growth)
+        assert (seen.low, seen.high) == pytest.approx((repeated.low, repeated.high), rel=1e-9)
+    more = cases_to_bound(lambda growth: bound(growth=growth).high, 0.05, 50)
+    assert more is not None
+    times = math.ceil((50 + more) / 50)
+    assert repeat(times).high <= 0.05 < repeat(times - 2).high

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import SettingsError
+from pipeline.evalsets.cards import CARD_FILE
 from pipeline.gate.plan import check_plan, plan_gate
 from pipeline.gate.suite_sizes import count_sizes
 from pipeline.gate.wording import use_metrics
@@ -20,7 +21,9 @@ from pipeline.running.hub import locate_checkpoint
 
 
 def check_tasks(product: TextProduct, root: Path) -> list[str]:
-    """Check the lm-eval tasks of a product; return a warning for each tolerance that can't be proven and need not be.
+    """Check the lm-eval tasks of a product; return warnings.
+
+    They are of each folder of tasks without a card, and of each tolerance that can't be proven and need not be.
 
     Raises:
         SettingsError: a task can't be loaded, can't prove what must be proven, or can't be asked of a candidate; or
@@ -35,7 +38,18 @@ def check_tasks(product: TextProduct, root: Path) -> list[str]:
         raise SettingsError("; ".join(map(product.locate, problems)))
     if in_words and has_chat_template(product, root):
         _check_templates(product, root, in_words[0])
-    return _check_sizes(product, tasks)
+    return [*warn_of_missing_cards(product, root), *_check_sizes(product, tasks)]
+
+
+def warn_of_missing_cards(product: TextProduct, root: Path) -> list[str]:
+    """Return a line for each folder of tasks whose cases nothing guards."""
+    return [
+        f"{product.locate(f'evals.{name}')}.include_path: {settings.include_path} has no {CARD_FILE}, so nothing "
+        "notices a case that is edited, or that is asked twice and proves more than it does; describe its cases in one "
+        "(evalsets/README.md), and run `python -m evalsets.seal` on the folder"
+        for name, settings in product.task_evals.items()
+        if settings.include_path is not None and not (root / settings.include_path / CARD_FILE).is_file()
+    ]
 
 
 def _check_templates(product: TextProduct, root: Path, eval_name: str) -> None:
