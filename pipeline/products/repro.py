@@ -37,7 +37,8 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
         QuantgateError: candidates failed, or stage `env`; nothing is judged then.
     """
     params = load_params()
-    targets = [f"release@{get_product(params, name, kind=Product).name}" for name in names]
+    products = [get_product(params, name, kind=Product) for name in names or params.products]
+    targets = [f"release@{product.name}" for product in products if names]
     with open_run(names, num_jobs) as (view, candidates, share):
         due = list_due(targets)
         ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
@@ -46,7 +47,17 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             view.later = phase.predict()
             make_ahead(view, candidates, share)
             _note(ahead, candidates)
-        return _run_dvc(view, phase, targets)
+        code = _run_dvc(view, phase, targets)
+        if not code:
+            phase.reused += _list_standing(phase, products)
+        return code
+
+
+def _list_standing(phase: Phase, products: Sequence[Product]) -> Iterator[str]:
+    """Yield the products whose gate passed before and had no reason to run again: DVC prints no verdict of them."""
+    for product in products:
+        if f"gate@{product.name}" not in phase.steps:
+            yield f"the verdict on {product.name}, a pass ({product.reports / 'report.md'})"
 
 
 def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:

@@ -87,6 +87,14 @@ def test_the_exit_code_is_that_of_dvc_and_the_stage_at_work_is_named(
     assert "failed: gate@people" in capfd.readouterr().err.splitlines()
 
 
+def test_a_gate_that_had_passed_before_is_said_to_stand(asked: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """DVC prints no verdict of a gate that it does not run again."""
+    assert repro.repro([], 2) == 0
+    said = capfd.readouterr().err
+    assert "the verdict on agent, a pass (reports/agent/report.md)" in said
+    assert "the verdict on people" not in said, "its gate has just printed it"
+
+
 def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:
     assert repro.repro([], None) == 0 and not asked
 
