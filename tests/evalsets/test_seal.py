@@ -216,14 +216,3 @@ def test_lm_eval_reads_the_example_task(example: Path, monkeypatch: pytest.Monke
     (document,) = task.test_docs()
     assert task.doc_to_text(document) == "Q: Which of these floats?\nA:"
     assert task.doc_to_choice(document)[task.doc_to_target(document)] == "a cork"
-
-
-def test_a_question_that_is_asked_twice_is_not_sealed(tmp_path: Path) -> None:
-    """Stage `env` would refuse what the seal had just said to be good; calibration texts may repeat."""
-    question = {"id": "a", "cluster": "a", "question": "1 + 1?", "choices": ["1", "2"], "answer": 1}
-    cases = "".join(json.dumps(question | {"id": id_, "cluster": id_}) + "\n" for id_ in ("a", "b"))
-    assert "cases.jsonl:2: case 'b' asks and expects the same as the case on line 1" in refusal(
-        write(tmp_path / "choices", CARD.replace("kind: documents", "kind: choices"), cases)
-    )
-    text = "".join(json.dumps(CASES[0] | {"id": id_}) + "\n" for id_ in ("a", "b"))
-    assert seal(write(tmp_path / "texts", cases=text)).num_cases == 2
