@@ -63,16 +63,19 @@ class Trial:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
         for number in range(1, self.num_nodes + 1):
             self.nodes.append(self.cluster.add_node(num_cpus=1, **memory, **(node if number == self.num_nodes else {})))
-        settings = (self.folder / "params.yaml").read_text(encoding="utf-8")
-        execution = f"execution: {{kind: ray, address: '{self.cluster.address}', num_workers: {self.num_nodes}}}\n"
-        settings = re.sub(r"(?m)^execution:.*\n", "", settings)
-        (self.folder / "params.yaml").write_text(execution + settings, encoding="utf-8")
+        self.set_execution(f"{{kind: ray, address: '{self.cluster.address}', num_workers: {self.num_nodes}}}")
         try:
             yield
         finally:
             self.end_driver()
             self.cluster.shutdown()
             self.nodes.clear()
+
+    def set_execution(self, execution: str) -> None:
+        """Say in the copy's params.yaml where work is done."""
+        path = self.folder / "params.yaml"
+        settings = re.sub(r"(?m)^execution:.*\n", "", path.read_text(encoding="utf-8"))
+        path.write_text(f"execution: {execution}\n{settings}", encoding="utf-8")
 
     def start(self) -> None:
         """Start the stage."""

@@ -11,7 +11,6 @@ round: the seconds of the stage, and whether the records are equal without laten
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import statistics
 import tempfile
@@ -26,9 +25,7 @@ from pipeline.settings.base import Product
 
 def run_here(trial: Trial) -> float:
     """Evaluate by workers of this machine; return seconds."""
-    path = trial.folder / "params.yaml"
-    settings = re.sub(r"(?m)^execution:.*\n", "", path.read_text(encoding="utf-8"))
-    path.write_text(f"execution: {{kind: local, num_workers: {trial.num_nodes}}}\n{settings}", encoding="utf-8")
+    trial.set_execution(f"{{kind: local, num_workers: {trial.num_nodes}}}")
     return time_stage(trial)
 
 

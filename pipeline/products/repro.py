@@ -38,7 +38,7 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
     """
     params = load_params()
     products = [get_product(params, name, kind=Product) for name in names or params.products]
-    targets = [f"release@{product.name}" for product in products if names]
+    targets = [f"release@{product.name}" for product in products] if names else []
     with open_run(names, num_jobs) as (view, candidates, share):
         due = list_due(targets)
         ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
