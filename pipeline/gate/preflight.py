@@ -11,9 +11,9 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.gate.loosening import check_loosening
+from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.plan import check_plan, plan_gate, read_last
-from pipeline.gate.suite_sizes import read_sizes
+from pipeline.gate.suite_sizes import load_evalsets, measure_evalsets
 from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
 from pipeline.settings.base import Product
@@ -23,15 +23,18 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     """Check the gate of every product; return a warning for each tolerance that can't be proven and need not be.
 
     Raises:
-        SettingsError: a tolerance that must be proven can't be, a setting is looser than at the last release, or a
-            stage is frozen.
+        SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
+            last release, or a stage is frozen.
     """
     warnings = []
     _check_frozen(root / "dvc.yaml")
     for product in products:
-        check_loosening(build_policy(product), root, material={})
+        evalsets = load_evalsets(product, root)
+        cases = {name: evalset.digest for name, evalset in evalsets.items()}
+        check_loosening(build_policy(product), root, material=name_material(cases=cases))
+        sizes = measure_evalsets(evalsets, confidence=1 - product.gate.alpha)
         with use_metrics(product.metrics):
-            rows = plan_gate(product, read_sizes(product, root), read_last(product.name, root))
+            rows = plan_gate(product, sizes, read_last(product.name, root))
             warnings += check_plan(product, rows)
     return warnings
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.evalsets.cards import load_evalset
+from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.gate.clusters import hiding_clusters
 from pipeline.gate.plan import Sizes, SuiteSize
 from pipeline.settings.base import Product
 
 
-def read_sizes(product: Product, root: Path) -> dict[str, Sizes]:
-    """Return the sizes of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
-    sizes = {}
-    for name, settings in product.evals.items():
-        if hasattr(settings, "evalset"):
-            cases = load_evalset(root / settings.evalset).cases
-            sizes[name] = count_sizes(
-                [case.cluster for case in cases], [case.buckets for case in cases], confidence=1 - product.gate.alpha
-            )
-    return sizes
+def load_evalsets(product: Product, root: Path) -> dict[str, Evalset]:
+    """Return the cases of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
+    return {
+        name: load_evalset(root / settings.evalset)
+        for name, settings in product.evals.items()
+        if hasattr(settings, "evalset")
+    }
+
+
+def measure_evalsets(evalsets: Mapping[str, Evalset], *, confidence: float) -> dict[str, Sizes]:
+    """Return the sizes of evalsets, by eval, as of `count_sizes`."""
+    return {
+        name: count_sizes([c.cluster for c in one.cases], [c.buckets for c in one.cases], confidence=confidence)
+        for name, one in evalsets.items()
+    }
 
 
 def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]], *, confidence: float = 0.95) -> Sizes:

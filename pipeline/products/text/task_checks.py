@@ -10,8 +10,10 @@ from pathlib import Path
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import CARD_FILE
+from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.plan import check_plan, plan_gate
 from pipeline.gate.suite_sizes import count_sizes
+from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
 from pipeline.products.text.chat_templates import has_chat_template, holds_chat_template
 from pipeline.products.text.evals.known_tasks import KnownTask, describe_task
@@ -26,13 +28,16 @@ def check_tasks(product: TextProduct, root: Path) -> list[str]:
     They are of each folder of tasks without a card, and of each tolerance that can't be proven and need not be.
 
     Raises:
-        SettingsError: a task can't be loaded, can't prove what must be proven, or can't be asked of a candidate; or
-            something needs texts of the model, and no eval has it write any.
+        SettingsError: a task can't be loaded, can't prove what must be proven, or can't be asked of a candidate; asks
+            something else than at the last release; or something needs texts of the model, and no eval has it write
+            any.
     """
     try:
         tasks = {name: describe_task(name, settings, root) for name, settings in product.task_evals.items()}
     except SettingsError as error:
         raise SettingsError(product.locate(str(error))) from error
+    cases = {name: task.digest for name, task in tasks.items()}
+    check_loosening(build_policy(product), root, material=name_material(cases=cases))
     in_words = [name for name, task in tasks.items() if task.is_answered_in_words]
     if not in_words and not product.chat_evals and (problems := find_unanswered(product)):
         raise SettingsError("; ".join(map(product.locate, problems)))
