@@ -2,7 +2,7 @@
 
 `params.py` sees params.yaml alone. This sees the layers, the tokenizer and the chat template of each
 checkpoint, and every case of each evalset and of the calibration texts. It reads only the headers of
-weights, so it costs a fraction of a second.
+weights, so it costs a fraction of a second once a checkpoint is known to be complete.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pipeline.evalsets.cases import check_distinct
 from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
+from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
@@ -68,6 +69,23 @@ def check_text(product: TextProduct, root: Path) -> None:
         for name, settings in product.evals.items()
     }
     check_buckets(product, evalsets)
+    for name, candidate in product.candidates.items():
+        _check_weights(f"candidates.{name}", candidate, root)
+
+
+def _check_weights(where: str, candidate: CandidateSettings, root: Path) -> None:
+    """Refuse weights that transformers will load and that do not fit their config: of the model, and of a draft."""
+    loaded, is_embedded = {}, candidate.engine.is_embedded
+    if is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
+        loaded[f"{where}.checkpoint"] = candidate.checkpoint
+    for i, step in enumerate(candidate.steps):
+        if is_embedded and isinstance(step, SpeculativeStep) and step.draft is not None:
+            loaded[f"{where}.steps.{i}.draft"] = step.draft
+    for at, checkpoint in loaded.items():
+        try:
+            check_complete(locate_checkpoint(checkpoint, root), root)
+        except CheckpointError as error:
+            raise SettingsError(f"{at}: {error}") from None
 
 
 def _check_candidate(

@@ -24,6 +24,7 @@ from pipeline.products.text.preflight import check_text
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_file
 from tests.fakes.synthetic_records import NO_BENCHMARK
+from tests.fakes.tiny_architectures import write_tiny_model
 from tests.fakes.tiny_llama import write_documents, write_tiny_llama
 from tests.paths import ROOT
 
@@ -263,7 +264,7 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
     assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
 
 
-def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path) -> None:
+def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path, tmp_path: Path) -> None:
     tensors = load_file(copied / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")
@@ -272,7 +273,42 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
         f"candidates.int4.steps.0: {copied}: expected a model without experts, got model type 'llama' with {name!r}: "
         "experts can't be quantised here; serve and compare it with `steps: []`"
     )
-    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    experts = write_tiny_model(tmp_path / "experts", "mixtral")
+    edit_json(experts / "config.json", max_position_embeddings=512)
+    check(project, "candidates//plain", {"checkpoint": str(experts), "steps": []})
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "steps.0.draft"])
+def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied: Path, key: str) -> None:
+    """Quantising or loading found it, hours later; what is tied or fused is not missing."""
+    draft = {"kind": "speculative", "method": "draft_model", "draft": str(copied), "num_speculative_tokens": 2}
+    candidate = {"checkpoint": "models/tiny", "steps": [draft]}
+    if key == "checkpoint":
+        candidate = {"checkpoint": str(copied), "steps": []}
+    check(project, "candidates//plain", candidate)
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, copied / "model.safetensors")
+    assert refusal(project, "candidates//plain", candidate) == (
+        f"candidates.plain.{key}: {copied}: 2 missing tensors, such as 'model.layers.0.mlp.up_proj.weight'; weights "
+        "and config.json do not belong together"
+    )
+    vllm = {"engine": {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}}
+    if key == "checkpoint":
+        check(project, "candidates//plain", candidate | vllm)  # it alone knows what it can do without
+
+
+def test_what_was_complete_is_not_built_again(project: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage env would take seconds more in each run."""
+    candidate = {"checkpoint": str(copied), "steps": []}
+    check(project, "candidates//plain", candidate)
+    seen: list[Path] = []
+    monkeypatch.setattr("pipeline.products.text.completeness._compare", lambda folder, _: seen.append(folder) or {})
+    check(project, "candidates//plain", candidate)
+    assert seen == []
+    edit_json(copied / "config.json", rms_norm_eps=1e-5)
+    check(project, "candidates//plain", candidate)
+    assert seen == [copied]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +498,10 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
         pytest.param(
             lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}), id="composite"
         ),
-        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128), id="projected"),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128, model_type="optional"),
+            id="projected",
+        ),
         pytest.param(
             lambda c: edit_json(
                 c / "config.json", max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}
