@@ -36,7 +36,7 @@ def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path: Path, monke
 
 
 def test_cases_sealed_anew_since_the_last_release_are_refused_before_any_work(tmp_path: Path) -> None:
-    """The gate alone said so, after hours of evaluations; a reason for what only they can tell is left to it."""
+    """The gate alone said so, hours later. A reason for what it alone can tell is left to it."""
     product = load_params(ROOT / "params.yaml").products["shots"]
     folder, manifest = tmp_path / "evalsets/shots", tmp_path / "release/shots/manifest.json"
     shutil.copytree(ROOT / "evalsets/shots", folder)

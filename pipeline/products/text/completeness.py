@@ -1,14 +1,12 @@
 """Are all tensors stored that a model needs? Asked before any work, of headers alone.
 
-Transformers itself answers, as it knows which names it fuses, ties or does without. It loads tensors without values:
-of 8 B parameters that takes a second. What was complete is remembered, as its import takes several. Not covered:
-quantised and composite checkpoints, and values, NaN among them; the stages that load these refuse them.
+Transformers answers, as it knows which names it fuses, ties or does without. It loads tensors without values: of 8 B
+parameters in a second. What was complete is remembered, as its import takes several. Not covered: values, and
+checkpoints that are quantised or composite.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,41 +18,31 @@ from pipeline.running.quiet import silence_torchao
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.base import ENV
 
-MEMORY = ENV / "complete.json"  # digests of configs with shapes that lacked nothing
+Shapes = dict[str, tuple[int, ...]]
 
 
 def check_complete(folder: Path, root: Path) -> None:
-    """Refuse weights that do not fit their config, as `load_model` does.
-
-    Args:
-        folder: the checkpoint.
-        root: of the project, under which is remembered what was complete.
+    """Refuse weights that do not fit config.json, as `load_model` does; `root` is the project's.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape than config.json says, or belongs to no layer.
+        CheckpointError: a tensor is missing, has another shape, or belongs to no layer.
     """
-    config = read_config(folder)
-    if "quantization_config" in config or "text_config" in config:
-        return
-    shapes = {name: tensor.shape for name, tensor in read_tensors(folder).items()}
+    config, shapes = read_config(folder), {name: tensor.shape for name, tensor in read_tensors(folder).items()}
     key = digest_json([config, shapes, version("transformers"), digest_file(Path(__file__))])
-    try:
-        known = list(json.loads((root / MEMORY).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        known = []
-    if key in known:
+    marker = root / ENV / "complete" / key
+    if marker.is_file() or "quantization_config" in config or "text_config" in config:
         return
     for problem, names in _compare(folder, shapes).items():
         if names:
             raise CheckpointError(
-                f"{folder}: {len(names)} {problem} tensors, such as {min(names)!r}; weights and {CONFIG_FILE} "
+                f"{folder}: {len(names)} {problem} tensors, such as {names[0]!r}; weights and {CONFIG_FILE} "
                 "do not belong together"
             )
-    write_text(root / MEMORY, json.dumps([*known, key]))
+    write_text(marker, "")
 
 
-def _compare(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """Return what transformers finds missing, mismatched or unexpected; nothing where it can't build the model."""
+def _compare(folder: Path, shapes: Shapes) -> dict[str, list[str]]:
+    """Return the names that do not fit by what is wrong; none where transformers can't build the model."""
     silence_torchao()
     import torch
     from transformers import AutoConfig
@@ -74,12 +62,13 @@ def _compare(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, s
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except Exception:  # of which the config's validation raises bare ones; the stage that loads it says why
+    except Exception:  # validation of a config raises bare ones; the stage that loads it says why
         return {}
     finally:
         logging.set_verbosity(verbosity)
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
     return {
-        "missing": set(info["missing_keys"]),
-        "mismatched": {name for name, *_ in info["mismatched_keys"]},
-        "unexpected": set(info["unexpected_keys"]),
+        "missing": sorted(info["missing_keys"]),
+        "mismatched": sorted(mismatched),
+        "unexpected": sorted(info["unexpected_keys"]),
     }

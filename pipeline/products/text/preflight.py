@@ -2,7 +2,7 @@
 
 `params.py` sees params.yaml alone. This sees the layers, the tokenizer and the chat template of each
 checkpoint, and every case of each evalset and of the calibration texts. It reads only the headers of
-weights, so it costs a fraction of a second once a checkpoint is known to be complete.
+weights, so it costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -74,18 +74,17 @@ def check_text(product: TextProduct, root: Path) -> None:
 
 
 def _check_weights(where: str, candidate: CandidateSettings, root: Path) -> None:
-    """Refuse weights that transformers will load and that do not fit their config: of the model, and of a draft."""
+    """Refuse weights that do not fit their config, where transformers will load them."""
     loaded, is_embedded = {}, candidate.engine.is_embedded
     if is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
-        loaded[f"{where}.checkpoint"] = candidate.checkpoint
-    for i, step in enumerate(candidate.steps):
-        if is_embedded and isinstance(step, SpeculativeStep) and step.draft is not None:
-            loaded[f"{where}.steps.{i}.draft"] = step.draft
-    for at, checkpoint in loaded.items():
+        loaded["checkpoint"] = candidate.checkpoint
+    if is_embedded and candidate.speculative and candidate.speculative.draft:
+        loaded[f"steps.{len(candidate.steps) - 1}.draft"] = candidate.speculative.draft
+    for key, checkpoint in loaded.items():
         try:
             check_complete(locate_checkpoint(checkpoint, root), root)
         except CheckpointError as error:
-            raise SettingsError(f"{at}: {error}") from None
+            raise SettingsError(f"{where}.{key}: {error}") from None
 
 
 def _check_candidate(

@@ -280,11 +280,11 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
 
 @pytest.mark.parametrize("key", ["checkpoint", "steps.0.draft"])
 def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied: Path, key: str) -> None:
-    """Quantising or loading found it, hours later; what is tied or fused is not missing."""
+    """Quantising or loading found it, hours later."""
     draft = {"kind": "speculative", "method": "draft_model", "draft": str(copied), "num_speculative_tokens": 2}
-    candidate = {"checkpoint": "models/tiny", "steps": [draft]}
-    if key == "checkpoint":
-        candidate = {"checkpoint": str(copied), "steps": []}
+    candidate: dict[str, Any] = {"checkpoint": str(copied), "steps": []}
+    if key != "checkpoint":
+        candidate = {"checkpoint": "models/tiny", "steps": [draft]}
     check(project, "candidates//plain", candidate)
     tensors = load_file(copied / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["model.norm.weight"]
@@ -293,22 +293,16 @@ def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied
         f"candidates.plain.{key}: {copied}: 2 missing tensors, such as 'model.layers.0.mlp.up_proj.weight'; weights "
         "and config.json do not belong together"
     )
-    vllm = {"engine": {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}}
-    if key == "checkpoint":
-        check(project, "candidates//plain", candidate | vllm)  # it alone knows what it can do without
 
 
 def test_what_was_complete_is_not_built_again(project: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage env would take seconds more in each run."""
-    candidate = {"checkpoint": str(copied), "steps": []}
-    check(project, "candidates//plain", candidate)
-    seen: list[Path] = []
-    monkeypatch.setattr("pipeline.products.text.completeness._compare", lambda folder, _: seen.append(folder) or {})
-    check(project, "candidates//plain", candidate)
-    assert seen == []
-    edit_json(copied / "config.json", rms_norm_eps=1e-5)
-    check(project, "candidates//plain", candidate)
-    assert seen == [copied]
+    check(project, "candidates//int4//checkpoint", str(copied))
+    monkeypatch.delattr("pipeline.products.text.completeness._compare")
+    check(project, "candidates//int4//checkpoint", str(copied))
+    edit_json(copied / "config.json", num_hidden_layers=3)
+    with pytest.raises(NameError):
+        check(project, "candidates//int4//checkpoint", str(copied))
 
 
 @pytest.mark.parametrize(
