@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.errors import SettingsError
+from pipeline.errors import EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset
-from pipeline.evalsets.cases import CASES_FILE
+from pipeline.evalsets.cases import CASES_FILE, Case, check_distinct
 from pipeline.settings.base import Product
 
 Load = Callable[[Path], Evalset]
+_NUM_SHOWN = 5  # lines that are named in an error
 
 
 def check_buckets(
@@ -46,3 +47,25 @@ def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
     if card.kind != kind:
         raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
     return evalset
+
+
+def check_each_once(path: Path, cases: Sequence[Case]) -> None:
+    """Refuse cases that ask the same as others, as `check_distinct` does, and name all."""
+    try:
+        check_distinct(path, cases)
+    except EvalsetError as error:
+        raise EvalsetError(f"{error}{name_others(case.digest for case in cases)}") from None
+
+
+def name_others(digests: Iterable[str]) -> str:
+    """Return the end of a message on the first line whose digest an earlier one has: which other lines have one."""
+    seen: set[str] = set()
+    repeated = []
+    for number, digest in enumerate(digests, start=1):
+        if digest in seen:
+            repeated.append(number)
+        seen.add(digest)
+    if not (others := repeated[1:]):
+        return ""
+    shown = [*map(str, others[:_NUM_SHOWN]), *(["..."] if len(others) > _NUM_SHOWN else [])]
+    return f"; likewise {len(others):,} more (lines {', '.join(shown)})"

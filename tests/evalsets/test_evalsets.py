@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import load_card, load_evalset
 from pipeline.evalsets.cases import DocumentCase, check_distinct
+from pipeline.evalsets.checks import check_each_once
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.records.record_files import write_cases
@@ -96,6 +98,17 @@ def test_the_same_case_under_another_id_is_refused_where_cases_are_counted(tmp_p
     evalset = load_evalset(write(tmp_path, cases=twice))  # calibration texts may repeat
     with pytest.raises(EvalsetError, match=r":5: case 'again' asks and expects the same as the case on line 2; "):
         check_distinct(tmp_path / "cases.jsonl", evalset.cases)
+
+
+@pytest.mark.parametrize(
+    ("num", "said"),
+    [(1, ""), (3, "; likewise 2 more (lines 4, 5)"), (8, "; likewise 7 more (lines 4, 5, 6, 7, 8, ...)")],
+)
+def test_all_doubled_cases_are_named_at_once(num: int, said: str) -> None:
+    """Each took another run to learn."""
+    cases = [DocumentCase(id=str(i), cluster="c", text="one" if i else "two") for i in range(num + 2)]
+    with pytest.raises(EvalsetError, match=r":3: case '2' asks .* on line 2; .*: remove one" + re.escape(said) + "$"):
+        check_each_once(Path("cases.jsonl"), cases)
 
 
 @pytest.mark.parametrize(

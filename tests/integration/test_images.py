@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 from filelock import FileLock
 
+from evalsets.seal import seal
 from pipeline.errors import EngineError, JournalError, QuantgateError
 from pipeline.products import KINDS
 from pipeline.products.images.candidate import build_image_candidate
@@ -95,8 +96,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "evalsets/shots", root / "evalsets/few")
     cases = (ROOT / "evalsets/shots/cases.jsonl").read_text().splitlines(keepends=True)
     (root / "evalsets/few/cases.jsonl").write_text("".join(cases[:: len(cases) // NUM_PROMPTS][:NUM_PROMPTS]))
-    from evalsets.seal import seal
-
     seal(root / "evalsets/few")
     return root
 
@@ -675,6 +674,11 @@ def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: P
         pytest.param({"prompt": "  "}, "cases.jsonl:3: prompt: expected words", id="blank-prompt"),
         pytest.param({"id": "../out"}, "cases.jsonl:3: id: expected letters, digits", id="id-is-a-path"),
         pytest.param({"seed": -1}, "cases.jsonl:3: seed: ", id="seed"),
+        pytest.param(
+            {"prompt": "a glossy red ball on a white background", "seed": 1514377135},
+            "asks and expects the same as the case on line 1; every case may count once",
+            id="doubled",
+        ),
     ],
 )
 def test_a_malformed_prompt_is_named_with_its_line(project: Path, tmp_path: Path, line: Any, said: str) -> None:
@@ -684,6 +688,8 @@ def test_a_malformed_prompt_is_named_with_its_line(project: Path, tmp_path: Path
     lines = path.read_text().splitlines()
     lines[2] = json.dumps(json.loads(lines[2]) | line) if line else ""
     path.write_text("\n".join(lines) + "\n")
+    with contextlib.suppress(QuantgateError):
+        seal(path.parent)
     with pytest.raises(QuantgateError) as caught:
         check_images(make_product(["shots", "guided"]), tmp_path)
     assert said in str(caught.value) and "\n" not in str(caught.value)

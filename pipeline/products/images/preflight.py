@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.evalsets.cases import PromptCase
-from pipeline.evalsets.checks import check_buckets, load_kind
+from pipeline.evalsets.cases import CASES_FILE, PromptCase
+from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_part, read_shape
 from pipeline.products.images.layer_patterns import choose_layers, list_stored_matrices
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, QuantizeStep, VaeTilingStep
@@ -34,6 +34,7 @@ def check_images(product: ImagesProduct, root: Path) -> None:
     }
     buckets = {bucket for evalset in evalsets.values() for bucket in evalset.card.buckets}
     for name, settings in product.evals.items():
+        check_each_once(root / settings.evalset / CASES_FILE, evalsets[name].cases)
         for file in _CLIP_FILES:
             if not (root / settings.clip / file).is_file():
                 raise SettingsError(

@@ -18,8 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
-from pipeline.evalsets.cases import check_distinct
-from pipeline.evalsets.checks import check_buckets, load_kind
+from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.completeness import check_complete
@@ -228,7 +227,7 @@ def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> E
     evalset = _load_eval(load, where, settings, root)
     if evalset is not None:
         folder = settings.include_path if isinstance(settings, HarnessEval) else settings.evalset
-        check_distinct(root / str(folder) / CASES_FILE, evalset.cases)
+        check_each_once(root / str(folder) / CASES_FILE, evalset.cases)
     return evalset
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
-from pipeline.evalsets.cases import CASES_FILE, check_distinct
-from pipeline.evalsets.checks import check_buckets, load_kind
+from pipeline.evalsets.cases import CASES_FILE
+from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind, name_others
 from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.gate.categories import MIN_CATEGORY_CLUSTERS
 from pipeline.products.vision.detection_settings import (
@@ -196,7 +196,7 @@ def _check_adapter(product: VisionProduct, root: Path) -> None:
 def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> None:
     """Refuse cases that are there twice, pictures that were changed, and for a detector nothing to detect."""
     folder = root / settings.evalset
-    check_distinct(folder / CASES_FILE, evalset.cases)
+    check_each_once(folder / CASES_FILE, evalset.cases)
     _check_distinct_pictures(folder / CASES_FILE, evalset)
     check_pictures(folder, evalset.cases)
     if not isinstance(settings, DetectionEval):
@@ -274,7 +274,7 @@ def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
         if (first := seen.setdefault(case.sha256, number)) != number:
             raise EvalsetError(
                 f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
-                "every picture may count once: remove one"
+                f"every picture may count once: remove one{name_others(case.sha256 for case in evalset.cases)}"
             )
 
 
