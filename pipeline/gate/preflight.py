@@ -11,6 +11,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
+from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.plan import check_plan, plan_gate, read_last
 from pipeline.gate.suite_sizes import load_evalsets, measure_evalsets
@@ -20,7 +21,9 @@ from pipeline.settings.base import Product
 
 
 def check_gates(products: Iterable[Product], root: Path) -> list[str]:
-    """Check the gate of every product; return a warning for each tolerance that can't be proven and need not be.
+    """Check the gate of every product; return warnings.
+
+    They are of each tolerance that can't be proven and need not be, and of cases that no release takes.
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
@@ -36,6 +39,10 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
         with use_metrics(product.metrics):
             rows = plan_gate(product, sizes, read_last(product.name, root))
             warnings += check_plan(product, rows)
+        try:
+            check_own_cases(product, root)
+        except SettingsError as error:
+            warnings.append(str(error))
     return warnings
 
 
