@@ -58,14 +58,10 @@ def check_each_once(path: Path, cases: Sequence[Case]) -> None:
 
 
 def name_others(digests: Iterable[str]) -> str:
-    """Return the end of a message on the first line whose digest an earlier one has: which other lines have one."""
-    seen: set[str] = set()
-    repeated = []
+    """Return the end of a message on the first line that repeats a digest: which others do."""
+    lines: dict[str, list[int]] = {}
     for number, digest in enumerate(digests, start=1):
-        if digest in seen:
-            repeated.append(number)
-        seen.add(digest)
-    if not (others := repeated[1:]):
-        return ""
-    shown = [*map(str, others[:_NUM_SHOWN]), *(["..."] if len(others) > _NUM_SHOWN else [])]
-    return f"; likewise {len(others):,} more (lines {', '.join(shown)})"
+        lines.setdefault(digest, []).append(number)
+    others = sorted(number for same in lines.values() for number in same[1:])[1:]
+    shown = ", ".join(map(str, others[:_NUM_SHOWN])) + ", ..." * (len(others) > _NUM_SHOWN)
+    return f"; likewise {len(others):,} more (lines {shown})" if others else ""

@@ -291,16 +291,9 @@ def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
     Raises:
         SettingsError: one must be proven, so that no candidate could ever pass.
     """
-    impossible = list_impossible(rows)
-    is_needed = [
-        product.gate.on_inconclusive == "block" and product.gate.tolerances[row.metric].tier == "critical"
-        for row in rows
-        if row.problem
-    ]
-    for problem, must in zip(impossible, is_needed, strict=True):
-        if must:
-            raise SettingsError(product.locate(problem))
-    return impossible
+    if needed := list_impossible([row for row in rows if row.is_needed]):
+        raise SettingsError(product.locate(needed[0]))
+    return list_impossible(rows)
 
 
 def list_impossible(rows: Sequence[PlanRow]) -> list[str]:

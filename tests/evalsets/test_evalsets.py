@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,14 +99,11 @@ def test_the_same_case_under_another_id_is_refused_where_cases_are_counted(tmp_p
         check_distinct(tmp_path / "cases.jsonl", evalset.cases)
 
 
-@pytest.mark.parametrize(
-    ("num", "said"),
-    [(1, ""), (3, "; likewise 2 more (lines 4, 5)"), (8, "; likewise 7 more (lines 4, 5, 6, 7, 8, ...)")],
-)
+@pytest.mark.parametrize(("num", "said"), [(3, ""), (8, r".*5 more \(lines 4, 5, 6, 7, 8\)"), (9, r".* 8, \.\.\.\)")])
 def test_all_doubled_cases_are_named_at_once(num: int, said: str) -> None:
     """Each took another run to learn."""
-    cases = [DocumentCase(id=str(i), cluster="c", text="one" if i else "two") for i in range(num + 2)]
-    with pytest.raises(EvalsetError, match=r":3: case '2' asks .* on line 2; .*: remove one" + re.escape(said) + "$"):
+    cases = [DocumentCase(id=str(i), cluster="c", text="one" if i else "two") for i in range(num)]
+    with pytest.raises(EvalsetError, match=rf":3: case '2' .*: remove one{said}$"):
         check_each_once(Path("cases.jsonl"), cases)
 
 

@@ -68,22 +68,6 @@ def check_text(product: TextProduct, root: Path) -> None:
         for name, settings in product.evals.items()
     }
     check_buckets(product, evalsets)
-    for name, candidate in product.candidates.items():
-        _check_weights(f"candidates.{name}", candidate, root)
-
-
-def _check_weights(where: str, candidate: CandidateSettings, root: Path) -> None:
-    """Refuse weights that do not fit their config, where transformers will load them."""
-    loaded, is_embedded = {}, candidate.engine.is_embedded
-    if is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
-        loaded["checkpoint"] = candidate.checkpoint
-    if is_embedded and candidate.speculative and candidate.speculative.draft:
-        loaded[f"steps.{len(candidate.steps) - 1}.draft"] = candidate.speculative.draft
-    for key, checkpoint in loaded.items():
-        try:
-            check_complete(locate_checkpoint(checkpoint, root), root)
-        except CheckpointError as error:
-            raise SettingsError(f"{where}.{key}: {error}") from None
 
 
 def _check_candidate(
@@ -117,6 +101,11 @@ def _check_candidate(
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
+    draft, is_embedded = candidate.speculative and candidate.speculative.draft, candidate.engine.is_embedded
+    if is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
+        check_complete(f"{where}.checkpoint", folder, root)
+    if is_embedded and draft:
+        check_complete(f"{where}.steps.{len(candidate.steps) - 1}.draft", locate_checkpoint(draft, root), root)
 
 
 def _check_unpacking(where: str, candidate: CandidateSettings, root: Path) -> None:
