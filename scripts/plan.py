@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import QuantgateError  # noqa: E402
-from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
-from pipeline.gate.suite_sizes import load_evalsets, measure_evalsets  # noqa: E402
+from pipeline.gate.plan import list_impossible, render_plan  # noqa: E402
+from pipeline.gate.suite_sizes import load_evalsets, plan_product  # noqa: E402
 from pipeline.gate.wording import use_metrics  # noqa: E402
 from pipeline.products import KINDS  # noqa: E402
 from pipeline.products.params import get_product, load_params  # noqa: E402
@@ -38,9 +38,8 @@ def main(argv: list[str]) -> int:
     products = {name: get_product(params, name, kind=Product) for name in named or params.products}
     impossible, machine = [], read_machine()
     for name, product in products.items():
-        sizes = measure_evalsets(load_evalsets(product, Path()), confidence=1 - product.gate.alpha)
         with use_metrics(product.metrics):
-            rows = plan_gate(product, sizes, read_last(name, Path()))
+            rows = plan_product(product, load_evalsets(product, Path()), Path())
             impossible += list_impossible(rows)
             print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
         try:

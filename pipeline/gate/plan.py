@@ -158,19 +158,9 @@ def _plan_row(
             + " widen the tolerance"
         )
     )
+    provable, power = _bound(flips, deff, size, 1.0, alpha), _find_power(flips, deff, size, tolerance, alpha)
     return PlanRow(
-        metric,
-        bucket,
-        tolerance,
-        size.n,
-        flips,
-        source,
-        least,
-        _bound(flips, deff, size, 1.0, alpha),
-        needed,
-        minutes,
-        problem,
-        power=_find_power(flips, deff, size, tolerance, alpha),
+        metric, bucket, tolerance, size.n, flips, source, least, provable, needed, minutes, problem, power=power
     )
 
 

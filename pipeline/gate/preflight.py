@@ -13,17 +13,15 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.loosening import check_loosening, name_material
-from pipeline.gate.plan import check_plan, plan_gate, read_last
-from pipeline.gate.suite_sizes import load_evalsets, measure_evalsets
+from pipeline.gate.plan import check_plan
+from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
 from pipeline.settings.base import Product
 
 
 def check_gates(products: Iterable[Product], root: Path) -> list[str]:
-    """Check the gate of every product; return warnings.
-
-    They are of each tolerance that can't be proven and need not be, and of cases that no release takes.
+    """Check the gate of every product; warn of tolerances that can't be proven and need not be, and of example cases.
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
@@ -35,10 +33,8 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
         evalsets = load_evalsets(product, root)
         cases = {name: evalset.digest for name, evalset in evalsets.items()}
         check_loosening(build_policy(product), root, material=name_material(cases=cases))
-        sizes = measure_evalsets(evalsets, confidence=1 - product.gate.alpha)
         with use_metrics(product.metrics):
-            rows = plan_gate(product, sizes, read_last(product.name, root))
-            warnings += check_plan(product, rows)
+            warnings += check_plan(product, plan_product(product, evalsets, root))
         try:
             check_own_cases(product, root)
         except SettingsError as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.gate.clusters import hiding_clusters
-from pipeline.gate.plan import Sizes, SuiteSize
+from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, plan_gate, read_last
 from pipeline.settings.base import Product
 
 
@@ -22,12 +22,13 @@ def load_evalsets(product: Product, root: Path) -> dict[str, Evalset]:
     }
 
 
-def measure_evalsets(evalsets: Mapping[str, Evalset], *, confidence: float) -> dict[str, Sizes]:
-    """Return the sizes of evalsets, by eval, as of `count_sizes`."""
-    return {
-        name: count_sizes([c.cluster for c in one.cases], [c.buckets for c in one.cases], confidence=confidence)
-        for name, one in evalsets.items()
+def plan_product(product: Product, evalsets: Mapping[str, Evalset], root: Path) -> list[PlanRow]:
+    """Return what the cases of a product can prove, as the last judgement lets expect."""
+    sizes = {
+        name: count_sizes([c.cluster for c in e.cases], [c.buckets for c in e.cases], confidence=1 - product.gate.alpha)
+        for name, e in evalsets.items()
     }
+    return plan_gate(product, sizes, read_last(product.name, root))
 
 
 def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]], *, confidence: float = 0.95) -> Sizes:

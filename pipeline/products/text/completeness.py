@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.checkpoints import CONFIG_FILE, hide_progress_bars, read_config
@@ -22,22 +21,10 @@ from pipeline.settings.base import ENV
 
 def check_complete(where: str, folder: Path, root: Path) -> None:
     """Refuse weights that do not fit config.json, as `load_model` does."""
-    config, shapes = read_config(folder), {name: tensor.shape for name, tensor in read_tensors(folder).items()}
+    config, shapes = read_config(folder), {name: stored.shape for name, stored in read_tensors(folder).items()}
     marker = root / ENV / "complete" / digest_json([config, shapes, version("transformers")])
     if marker.is_file() or "quantization_config" in config or "text_config" in config:
         return
-    info = _load_hollow(folder, shapes)
-    for problem in ("missing", "mismatched", "unexpected"):
-        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys", ())):
-            raise SettingsError(
-                f"{where}: {folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
-                "do not belong together"
-            )
-    write_text(marker, "")
-
-
-def _load_hollow(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what transformers finds amiss; nothing where it can't build the model."""
     silence_torchao()
     import torch
     from transformers import AutoConfig
@@ -45,16 +32,22 @@ def _load_hollow(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it draws a table of what is missing
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with hide_progress_bars():
-            _, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            _, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].from_pretrained(
                 None,
-                config=config,
+                config=settings,
                 state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
                 device_map={"": "meta"},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
     except Exception:  # of any type, as configs are validated; the stage that loads it says why
-        return {}
-    return dict(info)
+        info = {}
+    for problem in ("missing", "mismatched", "unexpected"):
+        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys", ())):
+            raise SettingsError(
+                f"{where}: {folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
+                "do not belong together"
+            )
+    write_text(marker, "")

@@ -101,11 +101,8 @@ def _check_candidate(
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
-    draft, is_embedded = candidate.speculative and candidate.speculative.draft, candidate.engine.is_embedded
-    if is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
+    if candidate.engine.is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
         check_complete(f"{where}.checkpoint", folder, root)
-    if is_embedded and draft:
-        check_complete(f"{where}.steps.{len(candidate.steps) - 1}.draft", locate_checkpoint(draft, root), root)
 
 
 def _check_unpacking(where: str, candidate: CandidateSettings, root: Path) -> None:

@@ -278,27 +278,21 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
     check(project, "candidates//plain", {"checkpoint": str(experts), "steps": []})
 
 
-@pytest.mark.parametrize("key", ["checkpoint", "steps.0.draft"])
-def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied: Path, key: str) -> None:
+def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied: Path) -> None:
     """Quantising or loading found it, hours later."""
-    draft = {"kind": "speculative", "method": "draft_model", "draft": str(copied), "num_speculative_tokens": 2}
-    candidate: dict[str, Any] = {"checkpoint": str(copied), "steps": []}
-    if key != "checkpoint":
-        candidate = {"checkpoint": "models/tiny", "steps": [draft]}
-    check(project, "candidates//plain", candidate)
     tensors = load_file(copied / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["model.norm.weight"]
     save_file(tensors, copied / "model.safetensors")
-    assert refusal(project, "candidates//plain", candidate) == (
-        f"candidates.plain.{key}: {copied}: 2 missing tensors, such as 'model.layers.0.mlp.up_proj.weight'; weights "
-        "and config.json do not belong together"
+    assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
+        f"candidates.int4.checkpoint: {copied}: 2 missing tensors, such as 'model.layers.0.mlp.up_proj.weight'; "
+        "weights and config.json do not belong together"
     )
 
 
 def test_what_was_complete_is_not_built_again(project: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage env would take seconds more in each run."""
     check(project)
-    monkeypatch.delattr("pipeline.products.text.completeness._load_hollow")
+    monkeypatch.delattr("pipeline.products.text.completeness.silence_torchao")
     check(project)
     edit_json(copied / "config.json", num_hidden_layers=3)
     with pytest.raises(NameError):
