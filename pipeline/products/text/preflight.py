@@ -68,6 +68,9 @@ def check_text(product: TextProduct, root: Path) -> None:
         for name, settings in product.evals.items()
     }
     check_buckets(product, evalsets)
+    for name, candidate in product.candidates.items():  # last, as it may take seconds
+        if candidate.engine.is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
+            check_complete(f"candidates.{name}.checkpoint", locate_checkpoint(candidate.checkpoint, root), root)
 
 
 def _check_candidate(
@@ -101,8 +104,6 @@ def _check_candidate(
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
-    if candidate.engine.is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
-        check_complete(f"{where}.checkpoint", folder, root)
 
 
 def _check_unpacking(where: str, candidate: CandidateSettings, root: Path) -> None:
