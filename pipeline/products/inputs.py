@@ -16,8 +16,7 @@ from pipeline.product import Watched
 from pipeline.products import KINDS
 from pipeline.products.params import Params
 from pipeline.records.digests import digest_text
-from pipeline.running.kept_digests import digest_watched
-from pipeline.running.stage_code import digest_code
+from pipeline.running.kept_digests import digest_code_once, digest_watched
 from pipeline.settings.base import Product
 
 Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
@@ -31,13 +30,15 @@ def digest_inputs(params: Params, root: Path) -> Digests:
         root: of the project.
     """
     digests: Digests = {}
-    for product in params.products.values():
-        for stage, keyed in _list_inputs(product, root).items():
-            code = digest_code(stage, product.kind)
+    listed = [(product.kind, _list_inputs(product, root)) for product in params.products.values()]
+    code = digest_code_once({(stage, kind) for kind, stages in listed for stage in stages}, root=root)
+    for kind, stages in listed:
+        for stage, keyed in stages.items():
             for key, watched in keyed.items():
                 # order counts: the prompts of the first eval are measured, the first tolerance is the headline
                 settings = {what: digest_text(json.dumps(value)) for what, value in watched.items()}
-                digests.setdefault(stage, {})[key] = settings | {"code": code}  # no kind's word for it takes its place
+                # no kind's word for its code takes the place of what was read
+                digests.setdefault(stage, {})[key] = settings | {"code": code[stage, kind]}
     return digests
 
 

@@ -1,24 +1,27 @@
-"""The digest of a folder without reading again the large files that did not change: for stage `env`, before any run.
+"""Digests without reading again what did not change, large files and the project's code: for stage `env`.
 
 A file counts as unchanged where path, size, inode and both of its times are those that it was read with. Records don't
-rest on this: `optimize`, the servers and the gate read every byte. The digests are kept in build/env/digests.json,
-which is safe to delete. Not covered: two processes that write it at once. The files of
-one are then read again.
+rest on this: `optimize`, the servers and the gate read every byte, and each stage its own code. The digests are kept in
+build/env/digests.json and code.json, which are safe to delete. Not covered: two processes that write one at once. What
+one of them read is then read again.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from pipeline.records.digests import NOT_CONTENT, digest_files, digest_json, list_files
 from pipeline.records.files import write_text
+from pipeline.running import stage_code
 from pipeline.settings.base import ENV
 from pipeline.settings.hub_names import parse_pinned
 
 KEPT = ENV / "digests.json"
+KEPT_CODE = ENV / "code.json"
 _MIN_BYTES = 1 << 20  # a smaller file is read in a millisecond
 # clocks of file systems tick every few milliseconds, or two seconds: a change within one tick shows in no time
 _TICK_NS = 2_000_000_000
@@ -60,6 +63,28 @@ def digest_once(
     return digest_json(digests)
 
 
+def digest_code_once(
+    wanted: Collection[tuple[str, str]], *, root: Path, clock_ns: Callable[[], int] = time.time_ns
+) -> dict[tuple[str, str], str]:
+    """Return what `digest_code` says of stages and kinds, and keep it for as long as no file of the code changes.
+
+    Args:
+        wanted: stages, each with a kind.
+        root: of the project, under which the digests are kept.
+        clock_ns: what time it is, in nanoseconds.
+    """
+    files = [path for name in stage_code.PACKAGES for path in (stage_code.ROOT / name).rglob("*") if path.is_file()]
+    stamps = {str(path): _stamp(path) for path in files if path.suffix != ".pyc"}
+    grounds = digest_json(stamps)
+    kept = _read_json(root / KEPT_CODE)
+    names = {pair: " ".join((grounds, *pair)) for pair in wanted}
+    digests = {pair: str(kept.get(name) or stage_code.digest_code(*pair)) for pair, name in names.items()}
+    settled_ns = clock_ns() - _TICK_NS
+    if not kept.keys() >= set(names.values()) and all(max(stamp[2:]) < settled_ns for stamp in stamps.values()):
+        write_text(root / KEPT_CODE, json.dumps({name: digests[pair] for pair, name in names.items()}, indent=0))
+    return digests
+
+
 def _stamp(path: Path) -> Stamp:
     status = path.stat()
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
@@ -68,6 +93,15 @@ def _stamp(path: Path) -> Stamp:
 def _read_kept(path: Path) -> dict[str, tuple[Stamp, str]]:
     """Return what is kept, by path; a file that is damaged holds nothing."""
     try:
-        return {name: (list(stamp), str(digest)) for name, (stamp, digest) in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {name: (list(stamp), str(digest)) for name, (stamp, digest) in _read_json(path).items()}
+    except (ValueError, TypeError):
         return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing where it is damaged."""
+    try:
+        held = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}

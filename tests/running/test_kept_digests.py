@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.records.digests import NOT_CONTENT, digest_checkpoint, digest_folder
-from pipeline.running import kept_digests
-from pipeline.running.kept_digests import KEPT, digest_once, digest_watched
+from pipeline.running import kept_digests, stage_code
+from pipeline.running.kept_digests import KEPT, KEPT_CODE, digest_code_once, digest_once, digest_watched
 from tests.fakes.fake_hub import REFERENCE
 
 LARGE = 1 << 20
@@ -110,3 +110,42 @@ def test_a_pinned_model_is_its_commit(folder: Path, tmp_path: Path) -> None:
     """Nothing is downloaded and nothing read for it."""
     assert digest_watched(REFERENCE, tmp_path) == REFERENCE
     assert digest_watched("models/tiny", tmp_path) == digest_checkpoint(folder)
+
+
+def test_code_is_read_once_until_a_file_of_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it stage `env` reads every file of the project for each stage of each kind."""
+    code = tmp_path / "stages/judge.py"
+    code.parent.mkdir()
+    code.write_text("x = 1\n")
+    monkeypatch.setattr(stage_code, "ROOT", tmp_path)
+    asked: list[str] = []
+
+    def read_code(_: str, kind: str) -> str:
+        asked.append(kind)
+        return f"{code.read_text()}{kind}"
+
+    monkeypatch.setattr(stage_code, "digest_code", read_code)
+
+    def digest(*kinds: str, clock_ns: Callable[[], int] = later) -> list[str]:
+        asked.clear()
+        wanted = [("judge", kind) for kind in kinds]
+        return list(digest_code_once(wanted, root=tmp_path, clock_ns=clock_ns).values())
+
+    assert digest("text", clock_ns=time.time_ns) == ["x = 1\ntext"] and digest("text") == ["x = 1\ntext"]
+    assert asked == ["text"]  # a file that was just written may change within a tick of the clock
+    assert digest("text", "vision") == ["x = 1\ntext", "x = 1\nvision"] and asked == ["vision"]
+    assert digest("vision") == ["x = 1\nvision"] and not asked
+    _overwrite_text(code, "x = 2\n")
+    assert digest("text") == ["x = 2\ntext"] and asked == ["text"]
+    (code.parent / "new.py").touch()
+    assert digest("text") and asked == ["text"]
+    (tmp_path / KEPT_CODE).write_text("[]")
+    assert digest("text") and asked == ["text"]
+
+
+def _overwrite_text(path: Path, text: str) -> None:
+    """Write as many bytes into the same file, as of the same time."""
+    status = path.stat()
+    with path.open("r+") as file:
+        file.write(text)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
