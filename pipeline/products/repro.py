@@ -3,7 +3,7 @@
 Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, all at once: else it
 would start a process for each, to take over what is there. Then `dvc repro` judges, and makes what could not be noted.
 It runs as a process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says
-ahead, and each stage says itself that it begins.
+ahead, and each stage says itself that it begins. Below all that stands which gates passed, and what one that did not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipeline.errors import EvidenceError
+from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import STAGES, make_ahead, open_run
+from pipeline.records.record_files import read_record
+from pipeline.report import PAGE
+from pipeline.report.terminal import render_gate
 from pipeline.running.prefetched import Work, digest_inputs_now, put_back
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase
@@ -48,16 +54,36 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             make_ahead(view, candidates, share)
             _note(ahead, candidates)
         code = _run_dvc(view, phase, targets)
-        if not code:
-            phase.reused += _list_standing(phase, products)
-        return code
+    for line in _conclude(phase, products, has_failed=code != 0):
+        print(line, flush=True)
+    return code
 
 
-def _list_standing(phase: Phase, products: Sequence[Product]) -> Iterator[str]:
-    """Yield the products whose gate passed before and had no reason to run again: DVC prints no verdict of them."""
+def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) -> Iterator[str]:
+    """Yield how the gates ended, as the last lines: DVC says more behind a verdict, and nothing of one that stands."""
+    stopped = []
     for product in products:
-        if f"gate@{product.name}" not in phase.steps:
-            yield f"the verdict on {product.name}, a pass ({product.reports / 'report.md'})"
+        step = phase.steps.get(f"gate@{product.name}")
+        if step and step.outcome == "failed":
+            stopped.append(product)
+        elif step or not has_failed:  # else it was not reached, perhaps
+            before = "" if step else " before"
+            yield f"{product.name}: passed its gate{before} ({_name_report(product)}, {product.build / PAGE})"
+    for product in stopped:
+        yield f"{product.name}: stopped by its gate{_render_verdict(product)}"
+
+
+def _render_verdict(product: Product) -> str:
+    """Return the verdict that stopped a product; a reference to what the gate said where it does not stand."""
+    with contextlib.suppress(EvidenceError), use_metrics(product.metrics):
+        judgement = read_record(product.reports / VERDICT_FILE, Judgement)
+        if blocking_verdicts(judgement):
+            return f"\n\n{render_gate(judgement)}"
+    return f", for what it says above ({_name_report(product)})"
+
+
+def _name_report(product: Product) -> str:
+    return str(product.reports / REPORT_FILE)
 
 
 def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.errors import SettingsError
 from pipeline.products import repro
 from pipeline.products.params import load_params
 from pipeline.products.prefetch import Share, choose_candidates
+from pipeline.records.files import write_text
 from pipeline.running.prefetched import Work
 from pipeline.running.progress_view import View
 from tests.paths import ROOT
@@ -73,7 +75,7 @@ def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
     assert [path.name for path in Path("build/people/prefetched/optimize").iterdir()] == []
     assert sorted(path.name for path in Path("build/people/prefetched/evaluate").iterdir()) == ["people", "people.json"]
     shown = capfd.readouterr()
-    assert shown.out.splitlines() == ["Running repro release@people"]
+    assert shown.out.splitlines()[:-1] == ["Running repro release@people"]
     assert "gate 0.0" in shown.err and "failed" not in shown.err
 
 
@@ -87,12 +89,37 @@ def test_the_exit_code_is_that_of_dvc_and_the_stage_at_work_is_named(
     assert "failed: gate@people" in capfd.readouterr().err.splitlines()
 
 
-def test_a_gate_that_had_passed_before_is_said_to_stand(asked: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("judged", ["blocked", "refused", "unjudged"])
+def test_the_verdict_that_stopped_a_run_stands_below_all_that_dvc_says(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, judged: str
+) -> None:
+    """DVC's hints and the list of what ran had pushed it off the screen."""
+    monkeypatch.setenv("DVC_CODE", "255")
+    if judged != "unjudged":
+        judgement = json.loads((ROOT / "reports/people/verdict.json").read_text())
+        released = [own for own in judgement["verdicts"] if own["candidate"] in judgement["policy"]["release"]]
+        released[0]["outcome"] = "fail" if judged == "blocked" else "pass"
+        write_text(Path("reports/people/verdict.json"), json.dumps(judgement))
+    assert repro.repro([], 2) == 255
+    said = capfd.readouterr().out.split("people: stopped by its gate", 1)[1].splitlines()
+    if judged == "blocked":
+        assert "FAIL" in said[3] and "look closer:" in said and "reports/people/report.md" in "".join(said[-4:])
+    else:
+        assert said == [", for what it says above (reports/people/report.md)"], "a pass that does not stand is none"
+    assert "agent" not in "".join(said), "a gate that was not reached has no verdict"
+
+
+def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
+    asked: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     """DVC prints no verdict of a gate that it does not run again."""
     assert repro.repro([], 2) == 0
-    said = capfd.readouterr().err
-    assert "the verdict on agent, a pass (reports/agent/report.md)" in said
-    assert "the verdict on people" not in said, "its gate has just printed it"
+    said = capfd.readouterr().out.splitlines()
+    assert said[1:3] == [
+        "agent: passed its gate before (reports/agent/report.md, build/agent/report.html)",
+        "shots: passed its gate before (reports/shots/report.md, build/shots/report.html)",
+    ]
+    assert "people: passed its gate (reports/people/report.md, build/people/report.html)" in said, "it has just run"
 
 
 def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:
