@@ -181,11 +181,22 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
     try:
         return question()
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
+        _check_merged(root / _LOCK)
         message = " ".join(str(error).split())
         raise EvidenceError(
             f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
             f"{type(error).__name__}: {message}; run `dvc status`"
         ) from error
+
+
+def _check_merged(lock: Path) -> None:
+    """Refuse a dvc.lock that git could not merge, in words that help."""
+    text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else ""
+    if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
+        raise EvidenceError(
+            f"{lock}: expected one side of a merge, got both with git's marks; take either whole, as by `git checkout "
+            f"--ours {_LOCK}`, and run `make repro`, which makes what differs"
+        )
 
 
 def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:

@@ -259,7 +259,7 @@ def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone: Path)
         ("dvc.yaml", "stages: ["),
         ("dvc.yaml", "stages: {compare: 3}"),
         ("dvc.lock", "schema: '2.0'\nstages: ["),
-        ("dvc.lock", "<<<<<<< ours\n"),
+        ("dvc.lock", "stages: [\n"),
         ("params.yaml", "steps: ["),
         (
             "dvc.yaml",
@@ -274,6 +274,18 @@ def test_what_dvc_can_not_read_is_not_up_to_date(clone: Path, name: str, text: s
         find(clone)
     assert "expected stages that DVC can compare with dvc.lock, got" in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def test_a_merge_conflict_says_how_to_go_on(clone: Path) -> None:
+    """DVC draws a picture of the line, and `dvc status` draws it again."""
+    lock = clone / "dvc.lock"
+    lock.write_text(f"<<<<<<< HEAD\n{lock.read_text()}=======\nstages: {{}}\n>>>>>>> other\n")
+    with pytest.raises(EvidenceError) as found:
+        read_commands(clone)
+    assert str(found.value) == (
+        f"{lock}: expected one side of a merge, got both with git's marks; take either whole, as by `git checkout "
+        "--ours dvc.lock`, and run `make repro`, which makes what differs"
+    )
 
 
 def test_commands_are_those_of_the_file(clone: Path) -> None:
