@@ -108,7 +108,10 @@ def _check_name(name: str, params: Params, root: Path) -> None:
     """Refuse a name that is taken; a wrong one is refused as params.yaml is read."""
     owners = {own: product.name for product in params.products.values() for own in product.candidates}
     if name in params.products:
-        raise SettingsError(f"products.{name}: expected a new name, it is in {PARAMS} already; choose another")
+        raise SettingsError(
+            f"products.{name}: expected a new name, it is in {PARAMS} already; go on with it by `dvc repro "
+            f"gate@{name}`, or choose another"
+        )
     if name in owners:
         raise SettingsError(f"candidates.{name}: expected a new name, {owners[name]!r} has it already; choose another")
     if (root / RELEASE / name).exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -159,7 +160,8 @@ def test_a_second_time_is_refused(
     assert len(said) == 4 and "dvc repro gate@bot" in said[1]
     assert main(command) == 1
     assert capsys.readouterr().err == (
-        "quantgate: products.bot: expected a new name, it is in params.yaml already; choose another\n"
+        "quantgate: products.bot: expected a new name, it is in params.yaml already; go on with it by "
+        "`dvc repro gate@bot`, or choose another\n"
     )
 
 
@@ -168,6 +170,9 @@ def test_the_shipped_products_go_with_all_that_git_holds_of_their_runs(project: 
     params = load_params(project / "params.yaml")
     assert list(params.products) == ["bot"] and list(params.products["bot"].candidates) == ["bot", "bot-int4"]
     assert not [path for folder in ("release", "reports", "metrics") for path in (project / folder).iterdir()]
+    comments = re.findall("#.*", (project / "params.yaml").read_text(encoding="utf-8"))
+    gone = re.compile(r"each has|\b(" + "|".join(SHIPPED) + r")\b")
+    assert [line for line in comments if gone.search(line)] == [], "of what is gone"
     lock = (project / "dvc.lock").read_text(encoding="utf-8")
     assert [line for line in lock.splitlines() if line.startswith("  ") and line[2] != " "] == ["  env:"]
     with pytest.raises(SettingsError, match="--remove-shipped: expected one of agent, shots, .* found none"):
