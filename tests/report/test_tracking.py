@@ -15,13 +15,16 @@ from pipeline.errors import JournalError
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.files import write_text
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.report.mlflow_runs.review_view import build_review
 from pipeline.report.mlflow_runs.run_contents import RunContents, name_metrics
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from scripts import show_pages
 from tests.fakes.judging import build_runs, compare_release
 from tests.fakes.synthetic_records import PRODUCT, Behaviour, make_params, write_tree
+from tests.paths import ROOT
 
 LOSSES = {"gptq-short": Behaviour(loss={"workflows": 0.3}), "awq-long": Behaviour(loss={"workflows": 0.01})}
 
@@ -255,6 +258,17 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
     words = [line.split()[0] for line in pages[PRODUCT].splitlines()]
     assert words == [f"{PRODUCT}:", "runs", "compare", "charts", "predictions"], "each product's pages under its name"
     assert pages["other"].splitlines()[-1].startswith("  images "), "pictures have a page of their own"
+
+
+def test_pages_of_a_product_that_is_gone_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    for name in ("gone", "shots"):
+        write_text(Path(f"mlartifacts/pages-{name}.txt"), f"{name}:\n  runs  #/experiments/1/runs\n")
+    assert show_pages.main(["http://host:1"]) == 0
+    assert capsys.readouterr().out == "shots:\n  runs  http://host:1/#/experiments/1/runs\n"
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:
