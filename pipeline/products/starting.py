@@ -21,7 +21,7 @@ from pipeline.errors import SettingsError
 from pipeline.product import Start
 from pipeline.products import KINDS
 from pipeline.products.params import PARAMS, Params, parse_params, read_settings
-from pipeline.records.files import write_text
+from pipeline.records.files import replace_whole, write_text
 from pipeline.running.environment import read_machine
 from pipeline.running.stage_code import list_stages
 from pipeline.settings.base import METRICS, RELEASE, REPORTS
@@ -175,8 +175,8 @@ def _check_held_by_git(removed: Collection[str], root: Path) -> None:
 
 def _write_files(start: Start, root: Path) -> None:
     for path, content in start.files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content)
+        with replace_whole(root / path) as temporary:
+            temporary.write_bytes(content)
 
 
 def _remove_results(params: Params, removed: Collection[str], root: Path) -> None:

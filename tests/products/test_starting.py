@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import re
 import shutil
@@ -148,6 +149,18 @@ def test_a_checkpoint_that_a_check_refuses_leaves_no_examples_behind(project: Pa
     with pytest.raises(SettingsError, match="expected a chat template in Jinja"):
         init_product("bot", "text", "models/agent", {}, root=project)
     assert snapshot(project) == before
+
+
+def test_a_full_disk_is_told_with_the_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names no file of a write that fails, and nobody knew which disk was meant."""
+
+    def fail(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match="evalsets/bot-calls/"):
+        init_product("bot", "text", "models/agent", {}, root=project)
+    assert not (project / "evalsets/bot-calls").exists()
 
 
 def test_a_second_time_is_refused(
