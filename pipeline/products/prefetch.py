@@ -287,7 +287,7 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     """Work on the candidates that are out of date, so many at once; return those that failed."""
     first = {name: stage for name in candidates if (stage := _find_first_stage(ask, name)) is not None}
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
-    view.say(f"prefetch: {len(first)} of {len(candidates)} candidates are out of date, {share.num_jobs} at a time")
+    view.say(f"prefetch: {len(first)} of {len(candidates)} candidates to make, {share.num_jobs} at a time")
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
     phase = view.plan("candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
     if num_rest := len(candidates) - len(first):

@@ -337,7 +337,7 @@ def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
     seconds = time.monotonic() - run.start
     rates = ", ".join(f"{worker.host} {worker.num_entries / seconds:.1f}/s" for worker in workers)
     lost = f", {run.num_dead} dead, {run.failures.total()} retries" if run.num_dead or run.failures else ""
-    return f"{len(workers)} replicas ({rates}){lost}"
+    return f"{len(workers)} replica{'s' * (len(workers) > 1)} ({rates}){lost}"
 
 
 def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:
