@@ -3,7 +3,7 @@
 Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, all at once: else it
 would start a process for each, to take over what is there. Then `dvc repro` judges, and makes what could not be noted.
 It runs as a process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says
-ahead, and each stage says itself that it begins. Below all that stands which gates passed, and what one that did not.
+ahead, and each stage says itself that it begins. The verdicts come last.
 """
 
 from __future__ import annotations
@@ -60,30 +60,25 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
 
 
 def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) -> Iterator[str]:
-    """Yield how the gates ended, as the last lines: DVC says more behind a verdict, and nothing of one that stands."""
-    stopped = []
+    """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands."""
+    stopped = ""
     for product in products:
-        step = phase.steps.get(f"gate@{product.name}")
+        step, report = phase.steps.get(f"gate@{product.name}"), product.reports / REPORT_FILE
         if step and step.outcome == "failed":
-            stopped.append(product)
+            stopped = f"{product.name}: stopped by its gate{_render_verdict(product) or f', as said above ({report})'}"
         elif step or not has_failed:  # else it was not reached, perhaps
-            before = "" if step else " before"
-            yield f"{product.name}: passed its gate{before} ({_name_report(product)}, {product.build / PAGE})"
-    for product in stopped:
-        yield f"{product.name}: stopped by its gate{_render_verdict(product)}"
+            yield f"{product.name}: passed its gate{'' if step else ' before'} ({report}, {product.build / PAGE})"
+    if stopped:  # DVC goes on to no other gate
+        yield stopped
 
 
 def _render_verdict(product: Product) -> str:
-    """Return the verdict that stopped a product; a reference to what the gate said where it does not stand."""
+    """Return the verdict that stopped a product; nothing where the gate found that it does not stand."""
     with contextlib.suppress(EvidenceError), use_metrics(product.metrics):
         judgement = read_record(product.reports / VERDICT_FILE, Judgement)
         if blocking_verdicts(judgement):
             return f"\n\n{render_gate(judgement)}"
-    return f", for what it says above ({_name_report(product)})"
-
-
-def _name_report(product: Product) -> str:
-    return str(product.reports / REPORT_FILE)
+    return ""
 
 
 def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:

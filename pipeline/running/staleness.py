@@ -190,12 +190,11 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
 
 
 def _check_merged(lock: Path) -> None:
-    """Refuse a dvc.lock that git could not merge, in words that help."""
-    text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else ""
-    if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
+    """Refuse a dvc.lock that git could not merge."""
+    if lock.is_file() and b"\n<<<<<<< " in b"\n" + lock.read_bytes():
         raise EvidenceError(
-            f"{lock}: expected one side of a merge, got both with git's marks; take either whole, as by `git checkout "
-            f"--ours {_LOCK}`, and run `make repro`, which makes what differs"
+            f"{lock}: expected one side of a merge, got both; take either whole, as by `git checkout --ours {_LOCK}`, "
+            "and run `make repro`"
         )
 
 

@@ -266,9 +266,9 @@ def test_pages_of_a_product_that_is_gone_are_not_shown(
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "params.yaml", tmp_path)
     for name in ("gone", "shots"):
-        write_text(Path(f"mlartifacts/pages-{name}.txt"), f"{name}:\n  runs  #/experiments/1/runs\n")
+        write_text(Path(f"mlartifacts/pages-{name}.txt"), f"{name} #/runs\n")
     assert show_pages.main(["http://host:1"]) == 0
-    assert capsys.readouterr().out == "shots:\n  runs  http://host:1/#/experiments/1/runs\n"
+    assert capsys.readouterr().out == "shots http://host:1/#/runs\n"
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:
