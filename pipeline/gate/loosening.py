@@ -6,9 +6,9 @@ why, and the report prints it. Another reference, by name, by weights or by how 
 setting of an eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too.
 Nothing is compared before a first release. Stricter settings need none.
 
-Weights and how the reference is run are known by what was evaluated, so they are compared when the gate judges;
-settings and cases before any work too. A pull request writes its own manifest, so CI compares with that of the branch
-it goes to as well. Not seen: the engine and steps of a candidate, which is what is judged.
+Weights, cases and how the reference is run are known by what was evaluated, so they are compared when the gate judges,
+and settings before any work too. A pull request writes its own manifest, so CI compares with that of the branch it goes
+to as well. Not seen: the engine and steps of a candidate, which is what is judged.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NOT_SET = "not set"
 
 
 def name_material(
-    *, weights: str | None = None, cases: Mapping[str, str], serving: str | None = None, adapter: str | None = None
+    *, weights: str, cases: Mapping[str, str], serving: str | None = None, adapter: str | None = None
 ) -> dict[str, str]:
     """Return what candidates are judged by, as keys of `gate.loosened`, with their digests.
 
     Args:
-        weights: digest of the reference's; None: not evaluated yet.
+        weights: digest of the reference's.
         cases: digest of each eval's.
         serving: digest of how the reference is run, from `digest_serving`; None: not known.
         adapter: digest of the user's code that a network is run with; None: there is none.
@@ -62,7 +62,7 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
     Args:
         policy: what is asked now.
         root: of the project.
-        material: from `name_material`, without weights where nothing was evaluated yet.
+        material: from `name_material`; empty where nothing was evaluated yet.
 
     Raises:
         SettingsError: one has none, or its reason speaks of other values.
@@ -109,7 +109,7 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         ) from None
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
-    _check_reasons(policy, last, {key for key, _, _ in loosened}, material)
+    _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
     if missing := [change for change in loosened if change[0] not in policy.loosened]:
         raise SettingsError(_ask_reasons(policy, missing, source))
     for key, was, now in loosened:
@@ -137,14 +137,12 @@ def _ask_reasons(policy: Policy, missing: list[tuple[str, Value, Value]], source
     )
 
 
-def _check_reasons(policy: Policy, last: Policy, named: set[str], material: Mapping[str, str]) -> None:
+def _check_reasons(policy: Policy, last: Policy, named: set[str], *, knows_material: bool) -> None:
     """Refuse a reason for a change that nobody made; one that went out may stay until its change is undone."""
     undone = {key for key, _, _ in list_loosened(policy, last)}
-    is_evaluated = "reference.weights" in material
     for key, reason in policy.loosened.items():
         went_out = last.loosened.get(key) == reason and key not in undone
-        is_late = not is_evaluated and key not in material
-        is_unknown = is_late and (key.startswith("reference.") or key.endswith(".cases"))
+        is_unknown = not knows_material and (key.startswith("reference.") or key.endswith(".cases"))
         if key not in named and not went_out and not is_unknown:
             raise SettingsError(
                 f"{_name(policy)}gate.loosened.{key}: expected a setting that is looser than at the "

@@ -5,14 +5,14 @@ Nor is a stage of dvc.yaml frozen, whose results DVC would keep whatever is aske
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import check_own_cases
-from pipeline.gate.loosening import check_loosening, name_material
+from pipeline.gate.loosening import check_loosening
 from pipeline.gate.plan import check_plan
 from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.gate.verdicts import build_policy
@@ -31,8 +31,7 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     _check_frozen(root / "dvc.yaml")
     for product in products:
         evalsets = load_evalsets(product, root)
-        cases = {name: evalset.digest for name, evalset in evalsets.items()}
-        check_loosening(build_policy(product), root, material=name_material(cases=cases))
+        check_cases(product, {name: evalset.digest for name, evalset in evalsets.items()}, root)
         with use_metrics(product.metrics):
             warnings += check_plan(product, plan_product(product, evalsets, root))
         try:
@@ -40,6 +39,24 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
         except SettingsError as error:
             warnings.append(str(error))
     return warnings
+
+
+def check_cases(product: Product, cases: Mapping[str, str], root: Path) -> None:
+    """Check that settings that are looser than at the last release, and cases that are others, have their reasons.
+
+    Args:
+        product: settings.
+        cases: digest of each eval's, where it is known before any work.
+        root: of the project.
+
+    Raises:
+        SettingsError: one has none, or a reason is not needed.
+    """
+    policy, material = build_policy(product), {f"evals.{name}.cases": digest for name, digest in cases.items()}
+    late = {key for key in policy.loosened if key.startswith("reference.") or key.endswith(".cases")} - set(material)
+    judged = {key: reason for key, reason in policy.loosened.items() if key not in late}
+    check_loosening(policy.model_copy(update={"loosened": judged}), root, material=material)
+    check_loosening(policy, root, material={})  # reasons of what is known after the evaluation alone
 
 
 def _check_frozen(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from evalsets.seal import seal
 from pipeline.errors import SettingsError
 from pipeline.gate.preflight import check_gates
 from pipeline.products.params import load_params
+from pipeline.settings.base import Loosened
 from tests.paths import ROOT
 
 STAGES = "stages:\n  evaluate:\n    foreach: [a]\n    do:\n      cmd: 'true'\n{}  compare:\n    cmd: 'true'\n{}"
@@ -41,3 +43,11 @@ def test_cases_sealed_anew_since_the_last_release_are_refused_before_any_work(tm
     seal(folder)
     with pytest.raises(SettingsError, match=r"loosened: expected 'evals\.shots\.cases' with a reason, as it was"):
         check_gates([product], tmp_path)
+    reasons = dict(product.gate.loosened)
+    with pytest.raises(SettingsError) as refused:
+        check_gates([product], tmp_path)
+    was, now = re.findall(r'(?:was|now): "(\w+)"', str(refused.value))
+    reasons["evals.shots.cases"] = Loosened(was=was, now=now, why="a better word")
+    reasons["reference.weights"] = Loosened(was="1", now="2", why="known after the evaluation alone")
+    gate = product.gate.model_copy(update={"loosened": reasons})
+    assert check_gates([product.model_copy(update={"gate": gate})], tmp_path) == []

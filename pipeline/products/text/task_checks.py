@@ -10,10 +10,9 @@ from pathlib import Path
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import CARD_FILE
-from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.plan import check_plan, plan_gate
+from pipeline.gate.preflight import check_cases
 from pipeline.gate.suite_sizes import count_sizes
-from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
 from pipeline.products.text.chat_templates import has_chat_template, holds_chat_template
 from pipeline.products.text.evals.known_tasks import KnownTask, describe_task
@@ -36,8 +35,7 @@ def check_tasks(product: TextProduct, root: Path) -> list[str]:
         tasks = {name: describe_task(name, settings, root) for name, settings in product.task_evals.items()}
     except SettingsError as error:
         raise SettingsError(product.locate(str(error))) from error
-    cases = {name: task.digest for name, task in tasks.items()}
-    check_loosening(build_policy(product), root, material=name_material(cases=cases))
+    check_cases(product, {name: task.digest for name, task in tasks.items()}, root)
     in_words = [name for name, task in tasks.items() if task.is_answered_in_words]
     if not in_words and not product.chat_evals and (problems := find_unanswered(product)):
         raise SettingsError("; ".join(map(product.locate, problems)))
