@@ -10,9 +10,10 @@ acceptance, and how many greedy answers differ from the same server's without dr
 one is asked twice.
 
     python -m benchmarks.vllm_on_gpu CHECKPOINT --command vllm serve --version 0.26.0 [--int4 FOLDER]
-        [--variants bf16 fp8 int4] [--draft FOLDER --speculation draft ngram] [--limit-s 540] --output FOLDER
+        [--variants bf16 fp8 int4] [--draft FOLDER --speculation draft ngram] [--tensor-parallel-size 2]
+        [--limit-s 540] --output FOLDER
 
-A start that fails costs its own row only. Not covered: several GPUs, sampling, quality (random weights have none).
+A start that fails costs its own row only. Not covered: sampling, quality (random weights have none).
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def build_candidate(run: Run, arguments: argparse.Namespace) -> Candidate:
         version=arguments.version,
         options=options | json.loads(arguments.options),
         report_kernels=not arguments.no_kernels,
+        tensor_parallel_size=arguments.tensor_parallel_size,
     )
     serving = ServingConfig(
         engine="vllm",
@@ -161,9 +163,10 @@ def choose_prompts(arguments: argparse.Namespace) -> list[Any]:
     return [prompt.content for prompt in spread(load_prompts(product, Path()), arguments.num_prompts)]
 
 
-def add_bandwidth(result: dict[str, Any], run: Run, copy_gb_per_s: float | None) -> None:
-    """Add the bytes of weights that a token reads, and their share of the memory bandwidth at one request in flight."""
-    result["weight_gb"] = count_weight_bytes(run.folder, linear_bytes=1 if run.quantization == "fp8" else None) / 1e9
+def add_bandwidth(result: dict[str, Any], run: Run, copy_gb_per_s: float | None, *, num_gpus: int) -> None:
+    """Add the bytes of weights that a token reads of each GPU, and their share of its bandwidth for one request."""
+    num_bytes = count_weight_bytes(run.folder, linear_bytes=1 if run.quantization == "fp8" else None)
+    result["weight_gb"] = num_bytes / num_gpus / 1e9
     single = next((cell for cell in result["speed"] if cell["in_flight"] == 1), None)
     if single and copy_gb_per_s and run.speculative is None:
         result["bandwidth_share"] = round(result["weight_gb"] / (single["itl_ms"] / 1e3) / copy_gb_per_s, 3)
@@ -205,7 +208,7 @@ async def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             async with asyncio.timeout(max(left_s, 0)):
                 result = await measure(run, arguments, answers)
-            add_bandwidth(result, run, copy_gb_per_s)
+            add_bandwidth(result, run, copy_gb_per_s, num_gpus=arguments.tensor_parallel_size)
         except Exception as error:  # the others are still worth having
             cause = f"over --limit-s {arguments.limit_s:g}" if isinstance(error, TimeoutError) else str(error)
             result = {"name": run.name, "failure": f"{type(error).__name__}: {cause}"[:500]}
@@ -240,6 +243,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=64, help="that are answered with drafts and without")
     parser.add_argument("--product", help="whose evals' first turns these are; else random words")
     parser.add_argument("--context-length", type=int, default=2048)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM may take")
     parser.add_argument("--options", default="{}", help="further options of `vllm serve`, as JSON")
     parser.add_argument("--no-kernels", action="store_true", help="the command does not keep PYTHONPATH")
