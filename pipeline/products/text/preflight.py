@@ -25,10 +25,16 @@ from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
-from pipeline.products.text.serving.vllm_config import build_speculative_config, check_config, check_options
+from pipeline.products.text.serving.vllm_config import (
+    SCORE_TOKENS,
+    build_speculative_config,
+    check_config,
+    check_options,
+)
 from pipeline.products.text.settings import (
     Calibration,
     CandidateSettings,
+    Engine,
     EvalSettings,
     HarnessEval,
     QuantizeStep,
@@ -58,7 +64,7 @@ def check_text(product: TextProduct, root: Path) -> None:
     load = cache(load_evalset)  # two evals may name one folder
     folder, where = product.optimize.calibration_texts, product.locate("optimize.calibration_texts")
     texts = None if folder is None else load_kind(load, root / folder, where, "documents")
-    check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
+    check_folder = cache(lambda folder, engine: _check_folder(folder, product, engine))  # most share one
     for name, candidate in product.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts, root, check_folder)
         if candidate.engine.is_embedded and product.serving.dtype != "bfloat16":
@@ -78,7 +84,7 @@ def _check_candidate(
     candidate: CandidateSettings,
     texts: Evalset | None,
     root: Path,
-    check_folder: Callable[[Path, bool], None],
+    check_folder: Callable[[Path, type[Engine]], None],
 ) -> None:
     try:
         folder = locate_checkpoint(candidate.checkpoint, root)
@@ -90,7 +96,7 @@ def _check_candidate(
                 f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; name one of "
                 f"those below that have it: {', '.join(str(path.parent) for path in below[:NUM_SHOWN])}"
             )
-        check_folder(folder, not candidate.engine.is_attached)
+        check_folder(folder, type(candidate.engine))
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
     if isinstance(candidate.engine, VllmEngine):
@@ -143,8 +149,9 @@ def _check_heads(where: str, num_gpus: int, folder: Path) -> None:
         )
 
 
-def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
+def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
+    is_served = not engine.is_attached
     open_checkpoint(folder)
     needs_first_token = any(settings.needs_first_token for settings in product.evals.values())
     path = folder / "tokenizer_config.json"
@@ -156,22 +163,24 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
         )
     if is_served:
         check_own_code(folder)
-        _check_context(folder, product)
+        needs_scores = any(settings.needs_logprobs for settings in product.evals.values())
+        _check_context(folder, product, beyond=SCORE_TOKENS if engine is VllmEngine and needs_scores else 0)
     if is_served and product.chat_evals:
         check_chat_template(folder, tokenizer)
 
 
-def _check_context(folder: Path, product: TextProduct) -> None:
+def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
     asked = product.serving.context_length
     config = read_config(folder)
     config = config.get("text_config") or config  # of a composite model
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = config.get("max_position_embeddings")
     # a stretched position encoding reaches further than the number in its config may say
-    if isinstance(limit, int) and "factor" not in rope and asked > limit:
+    if isinstance(limit, int) and "factor" not in rope and asked + beyond > limit:
+        more = f" less {beyond} tokens that vLLM takes beyond it to score texts" if beyond else ""
         raise SettingsError(
-            f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
-            f"{folder / CONFIG_FILE}, got {asked}; lower it"
+            f"{product.locate('serving')}.context_length: expected at most {limit - beyond}, the "
+            f"max_position_embeddings of {folder / CONFIG_FILE}{more}, got {asked}; lower it"
         )
 
 

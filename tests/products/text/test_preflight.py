@@ -516,6 +516,19 @@ def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied:
     )
 
 
+def test_vllm_needs_room_beyond_the_context_to_score_texts(project: Path, copied: Path) -> None:
+    """It refused so after its start, in a paragraph."""
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    candidate = {"checkpoint": str(copied), "steps": [], "engine": engine}
+    edit_json(copied / "config.json", max_position_embeddings=514)
+    check(project, "candidates//plain", candidate)
+    edit_json(copied / "config.json", max_position_embeddings=513)
+    assert refusal(project, "candidates//plain", candidate) == (
+        "products.agent.serving.context_length: expected at most 511, the max_position_embeddings of "
+        f"{copied}/config.json less 2 tokens that vLLM takes beyond it to score texts, got 512; lower it"
+    )
+
+
 def test_what_an_endpoint_brings_itself_is_not_checked(project: Path, copied: Path) -> None:
     (copied / "chat_template.jinja").unlink()
     edit_json(copied / "config.json", max_position_embeddings=256)
