@@ -35,6 +35,7 @@ def arguments_of(folder: Path, **changes: Any) -> argparse.Namespace:
         "num_prompts": 4,
         "product": None,
         "context_length": 256,
+        "tensor_parallel_size": 1,
         "memory": 0.5,
         "options": "{}",
         "no_kernels": False,
@@ -107,8 +108,10 @@ def test_the_table_shows_the_share_of_the_bandwidth_at_one_request(tmp_path: Pat
     cell = {"in_flight": 1, "tokens_per_s": 100.0, "ttft_ms": 5.0, "itl_ms": 10.0, "num_requests": 4, "num_as_asked": 4}
     result: dict[str, Any] = {"name": "bf16", "speed": [cell], "gpu_memory_mib": 70016.0, "kernels": {"A": {"B": 1}}}
     weights = count_weight_bytes(tmp_path)
-    vllm_on_gpu.add_bandwidth(result, vllm_on_gpu.Run("bf16", tmp_path), weights / 1e9 / 0.01 * 2)
-    assert result["bandwidth_share"] == 0.5
+    for num_gpus, share in ((2, 0.25), (1, 0.5)):  # each GPU reads its part
+        run = vllm_on_gpu.Run("bf16", tmp_path)
+        vllm_on_gpu.add_bandwidth(result, run, weights / 1e9 / 0.01 * 2, num_gpus=num_gpus)
+        assert result["bandwidth_share"] == share
     text = vllm_on_gpu.render([result], 3000.0)
     assert "| bf16 | 1 | 100 | 5.0 | 10.00 | 4 of 4 |" in text and "{'A': {'B': 1}}" in text
 
