@@ -7,8 +7,10 @@ in a second. What was complete is remembered, as its import takes several. Not c
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.checkpoints import CONFIG_FILE, hide_progress_bars, read_config
@@ -18,21 +20,29 @@ from pipeline.running.quiet import silence_torchao
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.base import ENV
 
+_MAX_SHOWN = 300  # characters of another library's error
+
 
 def check_complete(where: str, folder: Path, root: Path) -> None:
-    """Refuse weights that do not fit config.json, as `load_model` does."""
+    """Refuse a config.json that transformers can't build, and weights that do not fit it, as `load_model` does."""
     config, shapes = read_config(folder), {name: stored.shape for name, stored in read_tensors(folder).items()}
     marker = root / ENV / "complete" / digest_json([config, shapes, version("transformers")])
     if marker.is_file() or "quantization_config" in config or "text_config" in config:
         return
     silence_torchao()
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it draws a table of what is missing
     try:
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(settings)
+    except Exception as error:  # of any type, as configs are validated
+        shown = " ".join(str(error).split())[:_MAX_SHOWN]
+        raise SettingsError(f"{where}: {folder}: transformers can't load it: {type(error).__name__}: {shown}") from None
+    try:
         with hide_progress_bars():
             _, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].from_pretrained(
                 None,
@@ -42,12 +52,18 @@ def check_complete(where: str, folder: Path, root: Path) -> None:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except Exception:  # of any type, as configs are validated; the stage that loads it says why
-        info = {}
-    for problem in ("missing", "mismatched", "unexpected"):
-        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys", ())):
-            raise SettingsError(
-                f"{where}: {folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
-                "do not belong together"
-            )
+    except Exception:  # the stage that loads it says why
+        return
+    keys = {problem: _name_keys(info[f"{problem}_keys"]) for problem in ("missing", "mismatched", "unexpected")}
+    if found := {problem: names for problem, names in keys.items() if names}:
+        said = ", ".join(f"{len(names):,} {problem}, such as {names[0]!r}" for problem, names in found.items())
+        advice = f"weights and {CONFIG_FILE} do not belong together"
+        if set(found) == {"unexpected"}:
+            advice = f"remove them from the weights, or take the {CONFIG_FILE} that knows them"
+        raise SettingsError(f"{where}: {folder}: tensors: {said}; {advice}")
     write_text(marker, "")
+
+
+def _name_keys(keys: Iterable[Any]) -> list[str]:
+    """Return the names of tensors; mismatched ones come with both shapes."""
+    return sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys)

@@ -281,12 +281,29 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
 def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied: Path) -> None:
     """Quantising or loading found it, hours later."""
     tensors = load_file(copied / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, copied / "model.safetensors")
+    moved = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors | {"model.up.weight": moved}, copied / "model.safetensors")
+    found = f"candidates.int4.checkpoint: {copied}: tensors: "
     assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
-        f"candidates.int4.checkpoint: {copied}: 1 missing tensors, such as 'model.layers.0.mlp.up_proj.weight'; "
+        f"{found}1 missing, such as 'model.layers.0.mlp.up_proj.weight', 1 unexpected, such as 'model.up.weight'; "
         "weights and config.json do not belong together"
     )
+    tensors["model.layers.0.mlp.up_proj.weight"] = moved
+    save_file(tensors | {"dummy": moved.clone()}, copied / "model.safetensors")
+    assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
+        f"{found}1 unexpected, such as 'dummy'; remove them from the weights, or take the config.json that knows them"
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "foo"}, {"model_type": "t5"}, {"num_attention_heads": 3}])
+def test_a_config_that_transformers_can_not_build_is_no_complete_model(
+    project: Path, copied: Path, wrong: dict[str, Any]
+) -> None:
+    """It was taken for complete for good, and failed when it was loaded."""
+    edit_json(copied / "config.json", **wrong)
+    for _ in range(2):
+        said = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+        assert said.startswith(f"candidates.plain.checkpoint: {copied}: transformers can't load it: ")
 
 
 def test_what_was_complete_is_not_built_again(project: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,13 +499,8 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
         ),
         pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=None), id="no-last-token"),
         pytest.param(lambda c: (c / "generation_config.json").unlink(), id="no-generation-settings"),
-        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
         pytest.param(
             lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}), id="composite"
-        ),
-        pytest.param(
-            lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128, model_type="optional"),
-            id="projected",
         ),
         pytest.param(
             lambda c: edit_json(
@@ -504,6 +516,19 @@ def test_an_unusual_checkpoint_that_can_be_served_passes(
 ) -> None:
     change(copied)
     check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"hidden_size": None, "vocab_size": None}, id="no-sizes"),
+        pytest.param({"hidden_size": 256, "word_embed_proj_dim": 128, "model_type": "optional"}, id="projected"),
+    ],
+)
+def test_what_another_engine_loads_passes(project: Path, copied: Path, changes: dict[str, Any]) -> None:
+    edit_json(copied / "config.json", **changes)
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": [], "engine": engine})
 
 
 @pytest.mark.parametrize("key", ["", "text_config"])

@@ -328,7 +328,7 @@ def test_the_page_says_what_the_look_up_says() -> None:
 
 
 def test_candidates_that_fall_back_are_named_before_any_work() -> None:
-    engine = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.26.0"}
+    engine = {"kind": "vllm", "command": ["/bin/true", "serve"], "version": "0.26.0"}
     product = make_product({"scheme": "NVFP4", "calibration": CALIBRATION})
     made = product.candidates["made"].model_copy(update={"engine": VllmEngine.model_validate(engine)})
     product = product.model_copy(update={"candidates": product.candidates | {"made": made}})
@@ -336,4 +336,9 @@ def test_candidates_that_fall_back_are_named_before_any_work() -> None:
     assert line.startswith("candidates.made: vLLM leaves inputs as they are for nvfp4/nvfp4 on compute capability 9.0;")
     assert not warn_of_fallbacks(product, ROOT, ((10, 0),))
     assert len(warn_of_fallbacks(product, ROOT, ())) == 1
+    for command in ("no-such-vllm", "no/such/vllm"):
+        there = VllmEngine.model_validate(engine | {"command": [command]})
+        absent = product.candidates["made"].model_copy(update={"engine": there})
+        (line,) = warn_of_fallbacks(product.model_copy(update={"candidates": {"made": absent}}), ROOT, ((10, 0),))
+        assert line.startswith(f"candidates.made.engine.command: expected a program, found no {command!r} here")
     assert not warn_of_fallbacks(make_product({"scheme": "NVFP4"}), ROOT, ())  # the embedded engine imitates
