@@ -129,7 +129,7 @@ def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root
 
 
 def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed: Speed) -> float:
-    """Guess the seconds of all evals from the length of their cases, and from answers of half the full length."""
+    """Guess the seconds of evals and canary from the length of cases, and from answers of half the full length."""
     prompts, answers = 0, 0
     for settings in product.evals.values():
         folder = getattr(settings, "evalset", None)
@@ -142,7 +142,8 @@ def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed
         answers += int(turns * len(cases) * product.serving.max_tokens / 2) if settings.chats else 0
     num_weights = weight_bytes / (4 if product.serving.dtype == "float32" else 2)
     in_flight = product.serving.concurrency * product.resources.num_servers
-    steps = answers / in_flight
+    asked = product.canary.num_prompts * product.serving.max_tokens / 2 if product.chat_evals else 0
+    steps = answers / in_flight + asked * (1 + 2 / in_flight)  # one after another, and twice together
     return 2 * num_weights * (prompts + answers) / speed.operations + steps * (
         weight_bytes / speed.bandwidth + speed.step_s
     )

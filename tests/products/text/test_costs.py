@@ -71,6 +71,17 @@ def test_70b_is_planned_from_headers_alone(product: TextProduct, tmp_path: Path)
     assert {cost.source for cost in costs.values()} == {"a guess"}
 
 
+def test_the_canary_is_part_of_the_guess(product: TextProduct, tmp_path: Path) -> None:
+    """With few cases it is most of a run, which was guessed at no minute. 8B took an H100 163 s, 79 of them for it."""
+    shaped = resize(product, **{"8b": write_hollow_llama(tmp_path / "8b", "8b")})
+    assert 163 / 3 < 60 * plan(shaped, H200, tmp_path)["8b"].minutes < 163 * 3
+    few = shaped.model_copy(update={"canary": shaped.canary.model_copy(update={"num_prompts": 8})})
+    assert plan(few, H200, tmp_path)["8b"].minutes < plan(shaped, H200, tmp_path)["8b"].minutes - 1
+    evals = {"prose": product.evals["prose"]}
+    texts = [shaped.model_copy(update={"evals": evals}), few.model_copy(update={"evals": evals})]
+    assert len({plan(each, H200, tmp_path)["8b"].minutes for each in texts}) == 1, "no canary without answers"
+
+
 def test_packed_layers_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
     folder = write_hollow_llama(tmp_path / "8b", "8b")
     linears = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336)
