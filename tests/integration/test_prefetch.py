@@ -133,7 +133,7 @@ def test_killed_and_started_again_it_makes_the_bytes_of_dvc_alone(plain: Project
     assert done.stdout.count("made ahead by `quantgate prefetch`, taken over") == len(STAGES)
     assert dict(read_results(ahead.root)) == dict(read_results(plain.root))
     nothing = ahead.run(*PREFETCH)
-    assert "prefetch: 0 of 2 candidates are out of date" in nothing.stdout
+    assert "prefetch: 0 of 2 candidates to make" in nothing.stdout
     assert list_ran(ahead.run_dvc("repro", *STAGES).stdout) == ["env"]
 
 
