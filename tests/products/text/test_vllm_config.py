@@ -135,6 +135,7 @@ def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) 
         "draft": "models/agent-draft",
         "num_speculative_tokens": 5,
     }
+    data["products"]["agent"]["serving"]["context_length"] = 1022  # vLLM takes two tokens more to score texts
     data["candidates"]["fast"] = {"product": "agent", "checkpoint": "models/agent", "steps": [step], "engine": engine}
     with pytest.raises(SettingsError) as caught:
         check_text(get_product(parse_params(data), "agent", kind=TextProduct), ROOT)

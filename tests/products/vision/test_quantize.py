@@ -21,15 +21,19 @@ from pipeline.products.vision.candidate import build_network_candidate
 from pipeline.products.vision.conv_policy import list_convolutions
 from pipeline.products.vision.int8_conv import Int8Conv2d, read_kernels
 from pipeline.products.vision.loading import Network, load_network
-from pipeline.products.vision.preflight import check_network, describe_slow_int8
+from pipeline.products.vision.preflight import _INT8_SETS, check_network, describe_slow_int8
 from pipeline.products.vision.quantize import InputRange, observe, plan_layers, quantize_weight, write_quantized
 from pipeline.products.vision.quantize_proof import check_quantized, read_coverage
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.serving import NetworkServing
+from pipeline.running.environment import read_machine
 from tests.fakes.tiny_networks import NUM_PICTURES, make_detector, write_evalset, write_project, write_squares
 from tests.running.test_environment import H100, machine
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+adds_exactly = pytest.mark.skipif(
+    not {*_INT8_SETS} & {*read_machine().instruction_sets}, reason="sums saturate on x86 without instructions for INT8"
+)
 STEP = {"kind": "quantize", "dtype": "int8", "num_pictures": 4}
 
 
@@ -130,6 +134,7 @@ def test_what_was_written_is_read_back(source: Path, folder: Path, ranges: dict[
     }
 
 
+@adds_exactly
 def test_the_kernel_computes_what_the_stored_numbers_say(source: Path, folder: Path) -> None:
     """Catches a wrong padding, group, stride, zero point or scale: float64 by the definition, layer by layer."""
     network = load(folder)
@@ -150,6 +155,7 @@ def test_the_kernel_computes_what_the_stored_numbers_say(source: Path, folder: P
         assert torch.allclose(seen[name][1].double(), expected, rtol=1e-4, atol=1e-4), name
 
 
+@adds_exactly
 def test_int8_is_near_float32(source: Path, folder: Path) -> None:
     exact, rounded = load(source), load(folder)
     x = exact.prepare(draw(4))
@@ -170,6 +176,7 @@ def test_it_loads_again_bit_equal(source: Path, folder: Path, ranges: dict[str, 
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@adds_exactly
 def test_the_profiler_says_which_kernels_ran(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer is reflected and one transposed: both stay float. Emulated, all of them are."""
     network = load(folder)
