@@ -54,7 +54,8 @@ def check_complete(where: str, folder: Path, root: Path) -> None:
             )
     except Exception:  # the stage that loads it says why
         return
-    keys = {problem: _name_keys(info[f"{problem}_keys"]) for problem in ("missing", "mismatched", "unexpected")}
+    problems = ("missing", "mismatched", "unexpected")
+    keys = {problem: _name_keys(info.get(f"{problem}_keys") or ()) for problem in problems}
     if found := {problem: names for problem, names in keys.items() if names}:
         said = ", ".join(f"{len(names):,} {problem}, such as {names[0]!r}" for problem, names in found.items())
         advice = f"weights and {CONFIG_FILE} do not belong together"
