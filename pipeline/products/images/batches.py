@@ -1,6 +1,7 @@
 """Render a batch and judge each of its images, on the device that the pipeline is on.
 
-Pixels leave a GPU once, as bytes. The decode in float32 and the scores take a batch in parts there (`split_batch`).
+Pixels leave a GPU once, as bytes. The decode in float32 and the scores take a batch in parts there (`split_batch`),
+and the decode runs on its tensor cores (`SplitProducts`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from pipeline.evalsets.cases import PromptCase
 from pipeline.numerics.activation_watch import ActivationWatch
+from pipeline.numerics.split_products import SplitProducts
 from pipeline.products.images.gpu_memory import read_peak_mib, split_batch
 from pipeline.products.images.rendering import Prompt, count_cut_tokens, decode_latents, list_stitches, make_latents
 from pipeline.products.images.results import Rendered
@@ -106,19 +108,25 @@ def _decode_both_ways(
 
     Returns:
         Both raw decodes, the seconds of both where timed, the range of each module of the candidate's decoder.
+        Float32 is timed as it would serve, on the first part; on a GPU the decode that judges is another.
     """
     vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
     with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed
         raw = decode_latents(vae, latents, tiling)
 
     def decode_exactly() -> torch.Tensor:
-        return torch.cat([decode_latents(loaded.exact_vae, latents[part]) for part in parts])
+        with SplitProducts():
+            return torch.cat([decode_latents(loaded.exact_vae, latents[part]) for part in parts])
 
     if (num_timed := len(loaded.decode_s)) == NUM_TIMED:
         return raw, decode_exactly(), None, watch.read()
-    runs = {"ours": lambda: decode_latents(vae, latents, tiling), "exact": decode_exactly}
+    first = latents[parts[0]]
+    runs = {
+        "ours": lambda: decode_latents(vae, latents, tiling),
+        "exact": lambda: decode_latents(loaded.exact_vae, first),
+    }
     timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(num_timed % 2))}
     exact, exact_s = timed["exact"]
-    seconds = timed["ours"][1], exact_s
+    seconds = timed["ours"][1], exact_s * len(latents) / len(first)
     loaded.decode_s.append(seconds[0] / len(latents))
-    return raw, exact, seconds, watch.read()
+    return raw, exact if vae.device.type == "cpu" else decode_exactly(), seconds, watch.read()
