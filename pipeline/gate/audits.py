@@ -60,7 +60,7 @@ class CandidateFindings:
         elif product.allow_emulated is not None:
             self.add_note(f"{problem}; allowed, as {product.allow_emulated}", ReasonKind.LIMIT)
         else:
-            self.refusals.append(f"{problem}; {remedy}, or say in allow_emulated why that will do")
+            self.refusals.append(f"{problem}; {remedy}, or say why that will do by {product.show_allowance()}")
 
 
 class Auditor(Protocol[A]):

@@ -7,6 +7,7 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _EXECUTION: TypeAdapter[LocalExecution | RayExecution] = TypeAdapter(Execution)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 # what no node needs: results, databases, tests; nor what begins with a dot, as environments and caches do
 _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db", "tests")
+_SECTIONS = ("products", "candidates", "execution")
 _RESERVED = ("env",)  # names of folders beside those of the products
 
 
@@ -205,6 +207,13 @@ def _parse_execution(section: Any) -> LocalExecution | RayExecution:
 
 def _read_sections(data: Any) -> dict[str, Any]:
     sections: dict[str, Any] = {}
+    for key in data if isinstance(data, Mapping) else ():
+        if key not in _SECTIONS:
+            near = difflib.get_close_matches(str(key), _SECTIONS, n=1)
+            remedy = f"is `{near[0]}` meant" if near else "remove it, or move it into a product"
+            raise SettingsError(
+                f"{key}: expected {', '.join(_SECTIONS[:-1])} and {_SECTIONS[-1]}, got another key; {remedy}"
+            )
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
         ("candidates", "a mapping from each candidate's name to its settings"),
@@ -213,14 +222,7 @@ def _read_sections(data: Any) -> dict[str, Any]:
         if not isinstance(section, Mapping) or not section:
             raise SettingsError(f"{key}: expected {what}, {_format_value(section)}")
         sections[key] = dict(section)
-    sections["execution"] = data.get("execution")
-    for key in data:
-        if key not in sections:
-            raise SettingsError(
-                f"{key}: expected products, candidates and execution, got another key; remove it, or move it into a "
-                "product"
-            )
-    return sections
+    return sections | {"execution": data.get("execution")}
 
 
 def _format_value(value: Any) -> str:

@@ -49,6 +49,12 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    with replace_whole(path) as temporary:
+        temporary.write_bytes(data)
+
+
 def replace_folder(folder: Path, target: Path) -> None:
     """Move a finished folder to where another one may lie; a kill in between leaves neither half a folder there.
 

@@ -19,7 +19,7 @@ from pipeline.errors import EvidenceError
 from pipeline.products import find_eval_kind
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, EvalFile, Evaluation, read_cases
-from pipeline.records.files import check_size, write_text
+from pipeline.records.files import check_size, write_bytes, write_text
 from pipeline.records.kept_outputs import shorten_line
 from pipeline.records.record_files import read_record, write_cases, write_record
 
@@ -148,5 +148,5 @@ def _copy(build: Path, folder: Path, name: Path) -> None:
 
 def _pack(path: Path) -> None:
     """Compress a file; equal content gives equal bytes."""
-    path.with_name(path.name + PACKED).write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    write_bytes(path.with_name(path.name + PACKED), gzip.compress(path.read_bytes(), mtime=0))
     path.unlink()

@@ -133,7 +133,7 @@ def tabulate_losses(verdict: Verdict) -> Table:
                 escape_markdown(_name(loss)),
                 f"{c.n:,}",
                 format_tolerance(c.metric, c.tolerance or 0.0),
-                *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80)),
+                *("any, even none" if k == 0 else format_harm(loss.metric, k) for k in (loss.k50, loss.k80)),
             ]
         )
     return Table(rows)

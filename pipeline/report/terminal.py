@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipeline.gate.verdicts import (
     Judgement,
     Policy,
-    blocking_verdicts,
     is_blocking,
     is_open_watched,
     list_refusals,
@@ -27,21 +26,20 @@ from pipeline.settings.base import BUILD
 
 
 def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
-    """Write what a person at the terminal needs: the verdicts, and where to look when one blocks.
+    """Write what a person at the terminal needs: the verdicts, and where to look.
 
     Args:
         are_here: the candidates are, and were checked.
     """
     lines = [render_verdicts(judgement)]
-    if blocking_verdicts(judgement):
-        report = judgement.path.with_name("report.md")
-        rows = {
-            str(report): "every comparison, the plots and the worst flips",
-            "dvc metrics diff": "numbers against the last commit",
-            "make ui": "MLflow: predictions side by side",
-        }
-        width = max(map(len, rows))
-        lines += ["", "look closer:", *(f"  {place:<{width}}  {what}" for place, what in rows.items())]
+    rows = {
+        str(judgement.path.with_name("report.md")): "every comparison, the plots and the worst flips",
+        str(BUILD / judgement.policy.product / "report.html"): "the same in one file, for a browser",
+        "dvc metrics diff": "numbers against the last commit",
+        "make ui": "MLflow: predictions side by side",
+    }
+    width = max(map(len, rows))
+    lines += ["", "look closer:", *(f"  {place:<{width}}  {what}" for place, what in rows.items())]
     if not are_here:
         candidates = BUILD / judgement.policy.product / "candidates"
         lines += ["", f"{candidates} is not here: that these weights would ship was not checked"]
@@ -120,7 +118,7 @@ def describe(comparison: Comparison) -> list[str]:
     return [
         f"  {c.outcome:<12} {name_comparison(c)}",
         f"      {format_value(c.metric, c.reference)} -> {format_value(c.metric, c.candidate)}; {flips}; "
-        f"harm {format_harm(c.metric, c.harm)} ({format_range(c.metric, c.low, c.high)}), tolerance {tolerance}, "
-        f"p {format_p(c.p_holm)}",
+        f"harm {format_harm(c.metric, c.harm)} (bounds {format_range(c.metric, c.low, c.high)}), "
+        f"tolerance {tolerance}, p {format_p(c.p_holm)} if there were no harm",
         f"      {c.sentence}",
     ]

@@ -136,6 +136,10 @@ class Product(Settings):
         """What its evals measure, by "<eval>/<metric>"."""
         return {f"{name}/{metric.name}": metric for name, e in self.evals.items() for metric in e.metrics}
 
+    def show_allowance(self) -> str:
+        """Return the line of params.yaml that allows what was emulated, for messages."""
+        return f"`allow_emulated: <why>` in products.{self.name}"
+
     def list_rules(self) -> dict[str, Any]:
         """Return what it asks of the gate in other sections than `gate`, as fields of a Policy."""
         return {}

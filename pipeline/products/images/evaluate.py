@@ -41,7 +41,7 @@ from pipeline.products.images.workers import (
 )
 from pipeline.records.digests import digest_checkpoint, digest_json
 from pipeline.records.evaluations import EvalFile, Evaluation, ImageCandidate
-from pipeline.records.files import write_text
+from pipeline.records.files import write_bytes, write_text
 from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
@@ -159,11 +159,10 @@ def _run_eval(
     batches = list(_batch(evalset.cases, candidate))
     _render(name, [*batches, *_batch(again, candidate)], pool, journal)
     records = []
-    (folder / name).mkdir()
     for case in evalset.cases:
         record, picture = _find_drawn(journal, case)
         records.append(record)
-        (folder / name / f"{record.case_id}.png").write_bytes(picture)
+        write_bytes(folder / name / f"{record.case_id}.png", picture)
     write_cases(folder / f"{name}.jsonl", records)
     noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
     notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {

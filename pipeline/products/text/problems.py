@@ -234,7 +234,7 @@ def _imitation_problems(product: TextProduct) -> list[str]:
             continue
         must_run = name in product.release and product.allow_emulated is None
         if not candidate.engine.is_embedded:
-            problems += _unproven_problems(name, candidate.engine, [step for _, step in steps], must_run=must_run)
+            problems += _unproven_problems(name, product, [step for _, step in steps], must_run=must_run)
             continue
         for i, step in steps:
             small = next((scheme.weights.name for scheme in step.schemes if scheme.needs_bfloat16), None)
@@ -244,12 +244,13 @@ def _imitation_problems(product: TextProduct) -> list[str]:
                     "which transformers unpacks into bfloat16, got float16; set it, or serve by vLLM"
                 )
             if must_run and (rounded := _list_rounded(step)):
-                problems.append(f"release: {describe_imitation(name, rounded, product.serving.dtype)}")
+                problems.append(f"release: {describe_imitation(name, rounded, product)}")
     return problems
 
 
-def _unproven_problems(name: str, engine: EngineSettings, steps: list[QuantizeStep], *, must_run: bool) -> list[str]:
+def _unproven_problems(name: str, product: TextProduct, steps: list[QuantizeStep], *, must_run: bool) -> list[str]:
     """Return what vLLM can't serve, and what would be released without proof that its numbers ran."""
+    engine = product.candidates[name].engine
     if not isinstance(engine, VllmEngine):
         return []
     problems = [
@@ -262,7 +263,7 @@ def _unproven_problems(name: str, engine: EngineSettings, steps: list[QuantizeSt
     if rounded and must_run and not engine.report_kernels:
         problems.append(
             f"release: expected proof that {' and '.join(dict.fromkeys(rounded))} of {name} run as asked; set "
-            f"candidates.{name}.engine.report_kernels, or say in allow_emulated why none is needed"
+            f"candidates.{name}.engine.report_kernels, or say why none is needed by {product.show_allowance()}"
         )
     return problems
 
@@ -273,12 +274,12 @@ def _list_rounded(step: QuantizeStep) -> list[str]:
     return rounded + ([f"{step.kv_cache.resolve().name} keys and values"] if step.kv_cache else [])
 
 
-def describe_imitation(name: str, rounded: Collection[str], dtype: str) -> str:
+def describe_imitation(name: str, rounded: Collection[str], product: TextProduct) -> str:
     """Say why a candidate can't be released, and what helps."""
     return (
         f"expected candidates whose numbers their engine runs, got {name}: the embedded engine imitates "
-        f"{' and '.join(dict.fromkeys(rounded))} in {dtype}; serve it by vLLM, or say in allow_emulated why that "
-        "will do"
+        f"{' and '.join(dict.fromkeys(rounded))} in {product.serving.dtype}; serve it by vLLM, or say why that will do "
+        f"by {product.show_allowance()}"
     )
 
 

@@ -37,7 +37,7 @@ from pipeline.products.vision.workers import (
 )
 from pipeline.records.digests import digest_checkpoint, digest_file, digest_json
 from pipeline.records.evaluations import EvalFile, Evaluation, NetworkCandidate
-from pipeline.records.files import write_text
+from pipeline.records.files import write_bytes, write_text
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
@@ -73,7 +73,8 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
             key = digest_work(product, settings, evalset, root)
-            with _start(candidate, product, settings, evalset, root, working.path / ".compiled") as pool:
+            cache = working.path / ".compiled"
+            with _start(candidate, product, name, evalset, root=root, build=build, cache=cache) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(
@@ -117,7 +118,8 @@ def open_replica(
                 groups = _group(evalset.cases, root / settings.evalset)
                 if name not in pools:
                     cache = attempt.path / f".compiled-{name}"
-                    pools[name] = stack.enter_context(_start(candidate, product, settings, evalset, root, cache))
+                    starting = _start(candidate, product, name, evalset, root=root, build=build, cache=cache)
+                    pools[name] = stack.enter_context(starting)
                     if candidate.serving.compile_mode:  # for all shapes in turn, whichever of them the shard has
                         pools[name].submit(measure_run, _choose_compared(groups), _pick_shapes(groups, size)).result()
                 facts, key = pools[name].submit(read_facts).result(), digest_work(product, settings, evalset, root)
@@ -137,15 +139,26 @@ def open_replica(
 def _start(
     candidate: NetworkCandidate,
     product: VisionProduct,
-    settings: DetectionEval | UpscalingEval,
+    name: str,
     evalset: Evalset,
+    *,
     root: Path,
+    build: Path,
     cache: Path,
 ) -> AbstractContextManager[Executor]:
-    """Start the processes that run one eval's pictures."""
-    source = product.candidates[product.reference].checkpoint
-    categories = _find_categories(settings, evalset)
-    setup = InferenceSetup(candidate, product.name, root, product.adapter, source, settings, categories)
+    """Start the processes that run the pictures of the eval of that name."""
+    settings = product.evals[name]
+    setup = InferenceSetup(
+        candidate=candidate,
+        product=product.name,
+        root=root,
+        adapter=product.adapter,
+        source=product.candidates[product.reference].checkpoint,
+        settings=settings,
+        key=digest_work(product, settings, evalset, root),
+        reference=(build / "evaluations" / product.reference / f"{name}.jsonl").resolve(),
+        categories=_find_categories(settings, evalset),
+    )
     # what one process compiles, another would compile again
     num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
     return start_runners(setup, num_workers, cache=cache)
@@ -183,8 +196,7 @@ def _run_eval(
     for record, picture in filter(None, (journal.find(case.digest) for case in evalset.cases)):
         records.append(record)
         if picture is not None:
-            (working / name).mkdir(exist_ok=True)
-            (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+            write_bytes(working / name / f"{record.case_id}.png", base64.b64decode(picture))
     write_cases(path, records)
     if isinstance(settings, DetectionEval) and (categories := _find_categories(settings, evalset)) is not None:
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)

@@ -188,7 +188,8 @@ def write_quantized(folder: Path, source: Path, ranges: Mapping[str, InputRange]
         tensors[f"{layer}.{INPUT_ZERO_POINT}"] = torch.tensor(given.zero_point, dtype=torch.int32)
     folder.mkdir(parents=True)
     shutil.copyfile(source / CONFIG_FILE, folder / CONFIG_FILE)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    with replace_whole(folder / WEIGHTS_FILE) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.errors import EngineError, NumericsError
+from pipeline.errors import EngineError, EvidenceError, NumericsError
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase
 from pipeline.evalsets.pictures import measure_picture, read_picture
 from pipeline.products.vision.adapters import Adapter, load_adapter
@@ -31,9 +31,10 @@ from pipeline.products.vision.layer_numerics import build_layer_notes, compare_l
 from pipeline.products.vision.loading import Network, list_tensors, load_network
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
-from pipeline.records.digests import digest_files, digest_json, name_changed_file
-from pipeline.records.evaluations import CaseRecord, NetworkCandidate
+from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.records.evaluations import CaseRecord, Evaluation, NetworkCandidate, read_cases
 from pipeline.records.fingerprints import fingerprint
+from pipeline.records.record_files import read_record
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.tracing import record_trace
@@ -55,6 +56,8 @@ class InferenceSetup:
     adapter: str  # relative to the root, as are the others
     source: str  # folder of the reference, which layers are compared with in float32
     settings: DetectionEval | UpscalingEval
+    key: str  # of the eval's records
+    reference: Path  # where the reference's own records of the eval lie, once it was evaluated
     categories: Categories | None = None  # of a detection evalset
 
 
@@ -64,6 +67,26 @@ class _Loaded:
     adapter: Adapter
     network: Network
     facts: dict[str, Any]
+
+    @cached_property
+    def wholes(self) -> Mapping[str, CaseRecord]:
+        """What the reference's own evaluation made of the pictures, by input, where it ran as `reference` would here.
+
+        Else nothing, and the reference runs again: the same bytes, whatever was evaluated before.
+        """
+        setup, path = self.setup, self.setup.reference
+        plain = setup.candidate.model_copy(update={"serving": setup.candidate.serving.plain})
+        if Path(plain.checkpoint.path) != Path(setup.source):
+            return {}
+        try:
+            evaluation = read_record(path.parent / "evaluation.json", Evaluation)
+            file = evaluation.evals.get(path.stem)
+            is_same = evaluation.fingerprint == fingerprint(plain.facts | read_machine_facts())
+            if file is None or not is_same or file.key != setup.key or digest_file(path) != file.sha256:
+                return {}
+            return {record.input_digest: record for record in read_cases(path)}
+        except (EvidenceError, OSError):
+            return {}
 
     @cached_property
     def reference(self) -> Network:
@@ -165,7 +188,7 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
             f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
             f"{len(cases)} pictures; correct the adapter"
         )
-    mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, pixels)
+    mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, cases, pixels)
     judged = []
     for case, result, whole, given, is_finite in zip(cases, results, wholes, pixels, finite, strict=True):
         output, scores, picture = _judge(loaded, case, result, given, is_finite, whole)
@@ -183,17 +206,40 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     return judged
 
 
-def _enlarge_whole(loaded: _Loaded, pixels: NDArray[np.uint8]) -> Sequence[Any]:
+def _enlarge_whole(
+    loaded: _Loaded, cases: Sequence[PictureCase], pixels: NDArray[np.uint8]
+) -> Sequence[torch.Tensor | None]:
     """Return what the reference makes of pictures that the candidate runs in tiles; None for each of others.
 
-    It is run again here as the evaluation of one candidate must not depend on that of another.
+    It is run again here where its own evaluation has not made them: that of one candidate must not depend on another's.
     """
-    network = loaded.reference if loaded.setup.candidate.serving.tiling else None
-    if network is None:
+    if not loaded.setup.candidate.serving.tiling:
         return [None] * len(pixels)
+    kept = [_read_whole(loaded, case) for case in cases]
+    if all(picture is not None for picture in kept):
+        return kept
+    network = loaded.reference
     outputs = network.run(network.prepare(torch.from_numpy(pixels)))
     pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)))
     return [None if picture is _UNTAKEN else picture for picture in pictures]
+
+
+def _read_whole(loaded: _Loaded, case: PictureCase) -> torch.Tensor | None:
+    """Return the picture of the reference's own evaluation, None where there is none that is as it was written."""
+    record = loaded.wholes.get(case.digest)
+    if record is None or not record.scores["finite"]:
+        return None
+    try:
+        with Image.open(loaded.setup.reference.with_suffix("") / f"{record.case_id}.png") as picture:
+            pixels = np.asarray(picture)
+    except OSError:
+        return None
+    return torch.from_numpy(pixels.copy()) if digest_pixels(pixels) == record.output else None
+
+
+def digest_pixels(pixels: NDArray[np.uint8]) -> str:
+    """Return the digest of a picture, (rows, columns, 3), that `gate/pictures.py` checks it by."""
+    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest()
 
 
 def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
@@ -243,8 +289,7 @@ def _judge(
     pixels = result.numpy()
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
-    # the digest that `gate/pictures.py` checks a picture by
-    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), scores, buffer.getvalue()
+    return digest_pixels(pixels), scores, buffer.getvalue()
 
 
 def find_finite(adapter: Adapter, outputs: Any, num: int) -> list[bool]:

@@ -150,11 +150,8 @@ async def _evaluate(
         evals = await asyncio.wrap_future(
             describing
         )  # until then lm-eval's noise is hidden, and all else on stderr with it
-        print(
-            f"{candidate.name}: {len(engine.base_urls)} servers ready after {ready_s:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        servers = "1 server" if len(engine.base_urls) == 1 else f"{len(engine.base_urls)} servers"
+        print(f"{candidate.name}: {servers} ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
         kept = read_kept(paths.last, candidate, engine)
         records = {}
         for job in evals:
