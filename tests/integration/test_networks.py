@@ -1199,6 +1199,38 @@ def test_tiles_cost_work_and_leave_a_seam_that_is_found(project: Path, here: Non
     assert weighed[0] > 3 * 256 * 384 * 4 / 2**20 and weighed[1] < weighed[0] * 1.2
 
 
+def test_tiles_are_judged_beside_what_the_reference_has_made_and_the_same_is_found(
+    project: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run again for every candidate in tiles, the reference took more than half of its time."""
+    product = make_upscaler()
+    run(project, product, "tiled")
+    alone = list_results(project, product, "tiled")
+    run(project, product, "doubled")
+    loads: list[str] = []
+    load = workers._Loaded.load
+    monkeypatch.setattr(workers._Loaded, "load", lambda self, *given: loads.append(str(given)) or load(self, *given))
+
+    def evaluate_again() -> int:
+        """Return how often the reference was loaded to judge the tiles."""
+        loads.clear()
+        evaluate(project, product, "tiled")
+        assert list_results(project, product, "tiled") == alone
+        return sum(product.candidates["doubled"].checkpoint in given for given in loads)
+
+    assert evaluate_again() == 0
+    folder = project / product.build / "evaluations/doubled"
+    picture = next((folder / "views").glob("*.png"))
+    Image.new("RGB", Image.open(picture).size).save(picture)
+    assert evaluate_again() == 1, "a picture that was changed is no evidence"
+    picture.unlink()
+    assert evaluate_again() == 1
+    evaluate(project, product, "doubled")
+    records = folder / "views.jsonl"
+    records.write_text(records.read_text() + "\n")
+    assert evaluate_again() == 1, "records that were changed are none"
+
+
 def test_sound_tiles_have_no_seam_wherever_they_lie(project: Path, here: None) -> None:
     """A step that the reference makes at the same place, there without tiles, counted as the tiles' own."""
     edit(project, UPSCALER_FILE, " - 0.4 * x.mean((2, 3), keepdim=True)", "")

@@ -503,12 +503,25 @@ def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) 
     assert refusal(edited(path, value)).startswith(said)
 
 
-@pytest.mark.parametrize("key", ["gate", "images", "agent", "Products"])
-def test_what_stands_beside_products_and_candidates_is_refused(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("gate", "remove it, or move it into a product"),
+        ("agent", "remove it, or move it into a product"),
+        ("Products", "is `products` meant"),
+        ("candidate", "is `candidates` meant"),
+    ],
+)
+def test_what_stands_beside_products_and_candidates_is_refused(key: str, remedy: str) -> None:
     """A gate there would seem to hold for all products, and would hold for none."""
-    assert refusal(VALID | {key: TEXT["gate"]}) == (
-        f"{key}: expected products, candidates and execution, got another key; remove it, or move it into a product"
-    )
+    said = f"{key}: expected products, candidates and execution, got another key; {remedy}"
+    assert refusal(VALID | {key: TEXT["gate"]}) == said
+
+
+@pytest.mark.parametrize(("name", "key"), [("products", "Products"), ("candidates", "candidate")])
+def test_a_misspelt_section_is_reported_and_not_the_one_that_is_missing(name: str, key: str) -> None:
+    data = {key if own == name else own: section for own, section in VALID.items()}
+    assert refusal(data).endswith(f"is `{name}` meant")
 
 
 def test_a_misspelled_key_is_reported_and_not_the_one_it_stands_for() -> None:

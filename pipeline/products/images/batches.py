@@ -129,4 +129,5 @@ def _decode_both_ways(
     exact, exact_s = timed["exact"]
     seconds = timed["ours"][1], exact_s * len(latents) / len(first)
     loaded.decode_s.append(seconds[0] / len(latents))
-    return raw, exact if vae.device.type == "cpu" else decode_exactly(), seconds, watch.read()
+    is_whole = vae.device.type == "cpu" and len(parts) == 1
+    return raw, exact if is_whole else decode_exactly(), seconds, watch.read()

@@ -39,6 +39,7 @@ from pipeline.products.vision.int8_conv import (
     explain_float,
 )
 from pipeline.products.vision.loading import Network
+from pipeline.records.files import replace_whole
 from pipeline.running.weight_files import WEIGHTS_FILE, iterate_weights
 
 Observer = Literal["minmax", "histogram"]

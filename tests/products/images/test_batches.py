@@ -47,7 +47,9 @@ def test_both_decodes_are_of_the_whole_batch_whether_timed_or_not(num_timed: int
     assert torch.equal(raw, 2 * LATENTS) and torch.equal(exact, 3 * LATENTS)
     is_timed = num_timed < batches.NUM_TIMED
     assert (timed is not None) == is_timed
-    assert seen.count(("ours", 4)) == 1 + is_timed and sum(size for name, size in seen if name == "exact") == 4
+    assert seen.count(("ours", 4)) == 1 + is_timed
+    num_timed_apart = len(LATENTS[APART[0]]) * is_timed * (parts is APART)  # what judges is decoded beside it then
+    assert sum(size for name, size in seen if name == "exact") == len(LATENTS) + num_timed_apart
 
 
 def test_seconds_are_of_the_right_side_and_the_first_batches_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +64,4 @@ def test_seconds_are_of_the_right_side_and_the_first_batches_alone_are_timed(mon
     timed = [_decode_both_ways(loaded, LATENTS, WHOLE)[2] for _ in range(batches.NUM_TIMED + 3)]
     assert timed == [(8.0, 80.0)] * batches.NUM_TIMED + [None] * 3
     assert loaded.decode_s == [2.0] * batches.NUM_TIMED
+    assert _decode_both_ways(load(seen), LATENTS, APART)[2] == (8.0, 160.0), "of half of the batch"

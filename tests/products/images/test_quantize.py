@@ -225,7 +225,7 @@ def test_a_release_on_emulated_layers_needs_a_reason(
     monkeypatch.setattr("pipeline.products.images.findings.explain_emulation", lambda *_: said)
     findings = CandidateFindings()
     evidence: Any = SimpleNamespace(candidate=SimpleNamespace(name="a"))
-    product: Any = SimpleNamespace(release=[release], allow_emulated=reason)
+    product: Any = SimpleNamespace(release=[release], allow_emulated=reason, show_allowance=lambda: "a line")
     ImagesAuditor().audit_eval(findings, evidence, evidence, "shots", product)
     assert ("refused" if findings.refusals else findings.notes[0].kind) == outcome
     assert said in (findings.refusals or [findings.notes[0].text])[0]
