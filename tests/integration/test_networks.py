@@ -1209,7 +1209,12 @@ def test_tiles_are_judged_beside_what_the_reference_has_made_and_the_same_is_fou
     run(project, product, "doubled")
     loads: list[str] = []
     load = workers._Loaded.load
-    monkeypatch.setattr(workers._Loaded, "load", lambda self, *given: loads.append(str(given)) or load(self, *given))
+
+    def note(self: Any, *given: Any) -> Any:
+        loads.append(str(given))
+        return load(self, *given)
+
+    monkeypatch.setattr(workers._Loaded, "load", note)
 
     def evaluate_again() -> int:
         """Return how often the reference was loaded to judge the tiles."""
