@@ -19,6 +19,7 @@ from pipeline.records.digests import digest_text
 from pipeline.running.kept_digests import digest_code_once, digest_watched
 from pipeline.settings.base import Product
 
+WARNED = "QUANTGATE_WARNED"  # a variable of a process whose user has read the warnings of stage `env` already
 Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
 
 

@@ -247,6 +247,18 @@ def run_env() -> None:
             raise QuantgateError("stage env: failed, as said above; nothing was made")
 
 
+def _check_cluster() -> None:
+    """Refuse to start without the cluster, which each candidate would say; in its own process: Ray takes signals over.
+
+    Raises:
+        SettingsError: Ray is not installed, or there is no such cluster.
+    """
+    command = [sys.executable, "-m", "pipeline.products.ray_cluster"]
+    asked = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    if asked.returncode:
+        raise SettingsError(asked.stderr.strip().rpartition("\n")[2])
+
+
 class _Workshop:
     """The warm processes, one a kind, each started when its first task comes."""
 
@@ -286,6 +298,8 @@ class _Workshop:
 def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: Share, view: View) -> list[str]:
     """Work on the candidates that are out of date, so many at once; return those that failed."""
     first = {name: stage for name in candidates if (stage := _find_first_stage(ask, name)) is not None}
+    if first and isinstance(share.params.execution, RayExecution):
+        _check_cluster()
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
     view.say(f"prefetch: {len(first)} of {len(candidates)} candidates to make, {share.num_jobs} at a time")
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}

@@ -24,6 +24,7 @@ from typing import Any
 
 from pipeline.errors import EngineError, QuantgateError, SettingsError
 from pipeline.products import ray_worker
+from pipeline.products.params import load_params
 from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, receive
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
@@ -380,3 +381,20 @@ def _list_finished(folder: Path) -> set[Shard]:
     """Return the shards that an earlier run finished."""
     attempts = [read_record(path, Attempt) for path in folder.glob("*-of-*/*/attempt.json")]
     return {Shard(attempt.number, attempt.count) for attempt in attempts if attempt.is_finished}
+
+
+def main() -> int:
+    """Say on stderr why the cluster of params.yaml can't be worked on; return 1 then."""
+    execution = load_params().execution
+    try:
+        if isinstance(execution, RayExecution):
+            with connect(execution):
+                pass
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
+from pipeline.products.inputs import WARNED
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import STAGES, make_ahead, open_run
 from pipeline.records.record_files import read_record
@@ -67,7 +68,8 @@ def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) ->
         if step and step.outcome == "failed":
             stopped = f"{product.name}: stopped by its gate{_render_verdict(product) or f', as said above ({report})'}"
         elif step or not has_failed:  # else it was not reached, perhaps
-            yield f"{product.name}: passed its gate{'' if step else ' before'} ({report}, {product.build / PAGE})"
+            when, ships = "" if step else " before", ", ".join(product.release)
+            yield f"{product.name}: passed its gate{when}: {ships} ({report}, {product.build / PAGE})"
     if stopped:  # DVC goes on to no other gate
         yield stopped
 
@@ -117,7 +119,7 @@ def _start(command: Sequence[str], view: View) -> Iterator[subprocess.Popen[str]
     Ctrl-C reaches it as well, and it says how it ends.
     """
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if view.has_bars else {}
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", WARNED: "1"}
     with subprocess.Popen(command, env=environment, text=True, errors="replace", **output) as child:  # type: ignore[call-overload]
         try:
             yield child

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from pipeline.errors import CheckpointError, EngineError, SettingsError
-from pipeline.products import ray_cluster
+from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.products.ray_cluster import MAX_FAILURES, _Run, _run_shards, _Worker
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
+from pipeline.running.progress_view import View
 from pipeline.running.shards import Shard
+from pipeline.running.staleness import Plan
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 from tests.paths import ROOT
@@ -209,6 +211,35 @@ def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster.connect(RayExecution(kind="ray")),
     ):
         pass
+
+
+def test_a_cluster_that_is_not_there_is_said_once_and_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each of thirty candidates said it, at work."""
+    said = "ray.py: is not here"
+    (tmp_path / "ray.py").write_text(f"raise ImportError({said!r})\n")
+    text = (ROOT / "params.yaml").read_text()
+    assert "kind: local, num_workers: auto" in text
+    (tmp_path / "params.yaml").write_text(text.replace("kind: local, num_workers: auto", "kind: ray, num_workers: 2"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    params, asked = load_params(), list[str]()
+    unused: Any = None
+    share = prefetch.Share(params, {}, 2, ())
+
+    def ask(step: str) -> Plan:
+        asked.append(step)
+        return "run"
+
+    with (
+        View(tmp_path / "facts") as view,
+        pytest.raises(
+            SettingsError, match=r"^execution\.kind: ray is not installed; `pip install"),
+        ),
+    ):
+        prefetch._make_all(ask, unused, {"shots": params.products["shots"]}, share, view)
+    assert asked == ["optimize@shots"]
 
 
 def test_a_file_comes_over_in_chunks_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +16,20 @@ from rich.console import Console
 
 from pipeline.errors import SettingsError
 from pipeline.products import repro
+from pipeline.products.inputs import WARNED
 from pipeline.products.params import load_params
 from pipeline.products.prefetch import Share, choose_candidates
 from pipeline.records.files import write_text
 from pipeline.running.prefetched import Work
 from pipeline.running.progress_view import View
+from stages import env
 from tests.paths import ROOT
 
 DUE = ["env", "optimize@people", "evaluate@people", "compare@people", "gate@people"]
 DVC = """
 import os, sys
 from pipeline.running.progress import begin_step
+assert os.environ["QUANTGATE_WARNED"], "warnings were said before all work"
 for name in ("env", "gate@people"):
     begin_step(name)
 print("Running", *sys.argv[1:], flush=True)
@@ -114,8 +118,29 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     """DVC prints no verdict of a gate that it does not run again."""
     assert repro.repro([], 2) == 0
     said = capfd.readouterr().out.splitlines()
-    assert said[1] == "agent: passed its gate before (reports/agent/report.md, build/agent/report.html)"
-    assert "people: passed its gate (reports/people/report.md, build/people/report.html)" in said, "it has just run"
+    assert said[1] == "agent: passed its gate before: awq-long-g32 (reports/agent/report.md, build/agent/report.html)"
+    just_run = "people: passed its gate: winograd-calibrated (reports/people/report.md, build/people/report.html)"
+    assert just_run in said
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_warnings_are_said_once_a_run(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stage `env` runs ahead of all work, and DVC runs it again."""
+    for name in ("make_missing", "prove_gpus", "list_texts", "write_if_changed", "digest_inputs", "read_libraries"):
+        monkeypatch.setattr(env, name, lambda *_, **__: None)
+    for name in ("list_held_gpus", "check_gates"):
+        monkeypatch.setattr(env, name, lambda *_: [])
+    monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={}))
+    monkeypatch.setattr(env, "read_machine", lambda: SimpleNamespace(model_dump=dict))
+    monkeypatch.setattr(env, "list_gpu_problems", lambda *_: ["something"])
+    if is_known:
+        monkeypatch.setenv(WARNED, "1")
+    else:
+        monkeypatch.delenv(WARNED, raising=False)
+    assert env.main([]) == 0
+    assert ("warning: something" in capsys.readouterr().err) is not is_known
 
 
 def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:

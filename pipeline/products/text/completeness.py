@@ -20,15 +20,25 @@ from pipeline.running.quiet import silence_torchao
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.base import ENV
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_SHOWN = 300  # characters of another library's error
 
 
 def check_complete(where: str, folder: Path, root: Path) -> None:
     """Refuse a config.json that transformers can't build, and weights that do not fit it, as `load_model` does."""
-    config, shapes = read_config(folder), {name: stored.shape for name, stored in read_tensors(folder).items()}
-    marker = root / ENV / "complete" / digest_json([config, shapes, version("transformers")])
+    config, stored = read_config(folder), read_tensors(folder)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    dtypes = sorted({tensor.dtype for tensor in stored.values()})
+    marker = root / ENV / "complete" / digest_json([config, shapes, dtypes, version("transformers")])
     if marker.is_file() or "quantization_config" in config or "text_config" in config:
         return
+    rounded = [name for name, tensor in stored.items() if name.endswith(".weight") and tensor.dtype not in _FLOATS]
+    if rounded:
+        raise SettingsError(
+            f"{where}: {folder}: expected weights in floats, or a quantization_config in {CONFIG_FILE} that says how "
+            f"they are rounded, got {len(rounded):,} others, such as {rounded[0]!r} as {stored[rounded[0]].dtype}; "
+            f"take the {CONFIG_FILE} that was saved with them"
+        )
     silence_torchao()
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

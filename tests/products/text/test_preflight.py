@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import pipeline.products.text.preflight
@@ -292,6 +293,22 @@ def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied
     save_file(tensors | {"dummy": moved.clone()}, copied / "model.safetensors")
     assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
         f"{found}1 unexpected, such as 'dummy'; remove them from the weights, or take the config.json that knows them"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_rounded_weights_that_no_config_speaks_of_are_no_dense_ones(
+    project: Path, copied: Path, dtype: torch.dtype, name: str
+) -> None:
+    """They were read as floats without their scales, and answered noise."""
+    tensors = load_file(copied / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {layer: tensors[layer].to(dtype)}, copied / "model.safetensors")
+    said = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    assert said == (
+        f"candidates.plain.checkpoint: {copied}: expected weights in floats, or a quantization_config in config.json "
+        f"that says how they are rounded, got 1 others, such as '{layer}' as {name}; take the config.json that was "
+        "saved with them"
     )
 
 
