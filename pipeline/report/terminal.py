@@ -21,6 +21,7 @@ from pipeline.gate.wording import (
 from pipeline.records.plain_text import format_line
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.report import PAGE
 from pipeline.report.unproven import list_unproven
 from pipeline.settings.base import BUILD
 
@@ -32,9 +33,10 @@ def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
         are_here: the candidates are, and were checked.
     """
     lines = [render_verdicts(judgement)]
+    page = BUILD / judgement.policy.product / PAGE
     rows = {
         str(judgement.path.with_name("report.md")): "every comparison, the plots and the worst flips",
-        str(BUILD / judgement.policy.product / "report.html"): "the same in one file, for a browser",
+        **({str(page): "the same in one file, for a browser"} if page.is_file() else {}),
         "dvc metrics diff": "numbers against the last commit",
         "make ui": "MLflow: predictions side by side",
     }
@@ -119,6 +121,6 @@ def describe(comparison: Comparison) -> list[str]:
         f"  {c.outcome:<12} {name_comparison(c)}",
         f"      {format_value(c.metric, c.reference)} -> {format_value(c.metric, c.candidate)}; {flips}; "
         f"harm {format_harm(c.metric, c.harm)} (bounds {format_range(c.metric, c.low, c.high)}), "
-        f"tolerance {tolerance}, p {format_p(c.p_holm)} if there were no harm",
+        f"tolerance {tolerance}, p {format_p(c.p_holm)} after Holm",
         f"      {c.sentence}",
     ]

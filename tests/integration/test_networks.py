@@ -40,15 +40,18 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.pictures import read_picture
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.pairing import load_evidence
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.serving.engines.keeper import list_descendants
 from pipeline.products.vision import candidate, workers
 from pipeline.products.vision.candidate import build_network_candidate
 from pipeline.products.vision.evaluate import evaluate_network, open_replica
+from pipeline.products.vision.findings.wholes import check_wholes
 from pipeline.products.vision.preflight import check_network
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import VisionProduct
+from pipeline.products.vision.wholes import digest_pixels
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.records.record_files import write_record
@@ -1224,16 +1227,57 @@ def test_tiles_are_judged_beside_what_the_reference_has_made_and_the_same_is_fou
         return sum(product.candidates["doubled"].checkpoint in given for given in loads)
 
     assert evaluate_again() == 0
+    assert check_again(project, product) == []
     folder = project / product.build / "evaluations/doubled"
     picture = next((folder / "views").glob("*.png"))
-    Image.new("RGB", Image.open(picture).size).save(picture)
-    assert evaluate_again() == 1, "a picture that was changed is no evidence"
+    for mode in ("RGB", "L"):
+        Image.new(mode, Image.open(picture).size).save(picture)
+        assert evaluate_again() == 1, "a picture that was changed is no evidence"
     picture.unlink()
     assert evaluate_again() == 1
     evaluate(project, product, "doubled")
     records = folder / "views.jsonl"
     records.write_text(records.read_text() + "\n")
     assert evaluate_again() == 1, "records that were changed are none"
+
+
+def check_again(project: Path, product: VisionProduct) -> list[str]:
+    folder = project / product.build
+    loaded = (
+        load_evidence(folder, read_network_candidate(folder, name, product), product.evals)
+        for name in ("tiled", "doubled")
+    )
+    return check_wholes(*loaded)
+
+
+def test_tiles_judged_beside_other_pictures_of_the_reference_are_refused(project: Path, here: None) -> None:
+    """Pictures edited with all their seals, and put back, left a candidate whose seams nobody had seen."""
+    product = make_upscaler()
+    run(project, product, "doubled")
+    folder = project / product.build / "evaluations/doubled"
+    shutil.copytree(folder, project / "kept")
+    seal_other_pictures(folder)
+    run(project, product, "tiled")
+    shutil.rmtree(folder)
+    shutil.copytree(project / "kept", folder)
+    (problem,) = check_again(project, product)
+    assert "they were beside others" in problem and problem.endswith("run `dvc repro -f -s evaluate@tiled`")
+    evaluate(project, product, "tiled")
+    assert check_again(project, product) == []
+
+
+def seal_other_pictures(folder: Path) -> None:
+    """Make every picture of an evaluation grey, and seal it again."""
+    records = [json.loads(line) for line in (folder / "views.jsonl").read_text().splitlines()]
+    for record in records:
+        path = folder / f"views/{record['case_id']}.png"
+        pixels = np.full_like(np.asarray(Image.open(path)), 128)
+        Image.fromarray(pixels).save(path)
+        record["output"] = digest_pixels(pixels)
+    (folder / "views.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    index = json.loads((folder / "evaluation.json").read_text())
+    index["evals"]["views"]["sha256"] = digest_file(folder / "views.jsonl")
+    (folder / "evaluation.json").write_text(json.dumps(index))
 
 
 def test_sound_tiles_have_no_seam_wherever_they_lie(project: Path, here: None) -> None:

@@ -44,7 +44,7 @@ def test_the_parts_of_a_number_sum_to_it_and_are_ones_that_tf32_holds() -> None:
 @pytest.mark.parametrize(
     "more", [(None, 1, 1), (draw(12, seed=3), 2, 0), (None, 1, "same", 2), (draw(12, seed=3), 1, 1, 1, 4)]
 )
-def test_a_convolution_by_parts_is_as_near_as_float32(monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...]) -> None:
+def test_a_convolution_by_parts_is_far_nearer_than_tf32(monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...]) -> None:
     groups = more[4] if len(more) == 5 else 1
     x, weight = draw(2, 32, 20, 24), draw(12, 32 // groups, 3, 3, seed=1)
     exact = CONV2D(x.double(), weight.double(), *(v.double() if isinstance(v, torch.Tensor) else v for v in more))
@@ -88,7 +88,7 @@ def test_both_are_replaced_on_a_gpu_that_gains_and_nowhere_else(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "conv2d", note)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(split_products, "_is_fast", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(split_products, "_is_fast", lambda device: True)
     with SplitProducts():
         close = network(x)
         in_half = network.bfloat16()(x.bfloat16())
@@ -97,3 +97,16 @@ def test_both_are_replaced_on_a_gpu_that_gains_and_nowhere_else(monkeypatch: pyt
     assert seen == [True] * 6
     assert not torch.backends.cudnn.allow_tf32
     assert torch.equal(in_half, network(x.bfloat16()))
+
+
+def test_calls_that_no_module_makes_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_products, "_is_fast", lambda device: True)
+    x, weight = draw(2, 4, 8, 8), draw(6, 4, 3, 3, seed=1)
+    convolved, normed = CONV2D(x, weight), functional.group_norm(x, 2)
+    with SplitProducts():
+        assert torch.equal(functional.conv2d(input=x, weight=weight), convolved)
+        torch.testing.assert_close(functional.conv2d(x[0], weight), convolved[0])
+        assert functional.group_norm(x[:0], 2).shape == (0, 4, 8, 8)
+        torch.testing.assert_close(functional.group_norm(input=x, num_groups=2), normed)
+        with pytest.raises(RuntimeError, match="type"):
+            functional.conv2d(x, weight.half())

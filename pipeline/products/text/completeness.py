@@ -17,10 +17,10 @@ from pipeline.products.text.checkpoints import CONFIG_FILE, hide_progress_bars, 
 from pipeline.records.digests import digest_json
 from pipeline.records.files import write_text
 from pipeline.running.quiet import silence_torchao
-from pipeline.running.weight_files import read_tensors
+from pipeline.running.weight_files import TensorInfo, read_tensors
 from pipeline.settings.base import ENV
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_ROUNDED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 _MAX_SHOWN = 300  # characters of another library's error
 
 
@@ -30,14 +30,13 @@ def check_complete(where: str, folder: Path, root: Path) -> None:
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     dtypes = sorted({tensor.dtype for tensor in stored.values()})
     marker = root / ENV / "complete" / digest_json([config, shapes, dtypes, version("transformers")])
-    if marker.is_file() or "quantization_config" in config or "text_config" in config:
+    if marker.is_file() or config.get("quantization_config") is not None or "text_config" in config:
         return
-    rounded = [name for name, tensor in stored.items() if name.endswith(".weight") and tensor.dtype not in _FLOATS]
-    if rounded:
+    if rounded := [name for name, tensor in stored.items() if tensor.dtype in _ROUNDED or _is_integer(name, tensor)]:
         raise SettingsError(
             f"{where}: {folder}: expected weights in floats, or a quantization_config in {CONFIG_FILE} that says how "
-            f"they are rounded, got {len(rounded):,} others, such as {rounded[0]!r} as {stored[rounded[0]].dtype}; "
-            f"take the {CONFIG_FILE} that was saved with them"
+            f"they are rounded, got {len(rounded):,} tensors such as {rounded[0]!r} as {stored[rounded[0]].dtype}; "
+            "take weights that transformers reads as they are rounded, or those that they were made of"
         )
     silence_torchao()
     import torch
@@ -73,6 +72,11 @@ def check_complete(where: str, folder: Path, root: Path) -> None:
             advice = f"remove them from the weights, or take the {CONFIG_FILE} that knows them"
         raise SettingsError(f"{where}: {folder}: tensors: {said}; {advice}")
     write_text(marker, "")
+
+
+def _is_integer(name: str, tensor: TensorInfo) -> bool:
+    """Say whether weights are stored as integers; buffers may be."""
+    return name.endswith(".weight") and tensor.dtype[0] in "IU"
 
 
 def _name_keys(keys: Iterable[Any]) -> list[str]:

@@ -30,6 +30,7 @@ from pipeline.products.vision.workers import (
     PictureCase,
     ShapeBatch,
     measure_run,
+    read_beside,
     read_facts,
     run_batch,
     start_runners,
@@ -42,7 +43,7 @@ from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
 from pipeline.running.progress import Progress
-from pipeline.running.shards import AttemptFolder, Shard, choose_batches
+from pipeline.running.shards import AttemptFolder, Shard, choose_batches, find_shards
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
@@ -74,9 +75,12 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
             evalset = load_evalset(root / settings.evalset)
             key = digest_work(product, settings, evalset, root)
             cache = working.path / ".compiled"
-            with _start(candidate, product, name, evalset, root=root, build=build, cache=cache) as pool:
-                facts = pool.submit(read_facts).result()
-                with working.open_journal(name, facts, key=key) as journal:
+            # what shards have judged was beside pictures of their own
+            made = None if find_shards(build, candidate.name) else build / "evaluations" / product.reference
+            with _start(candidate, product, name, evalset, root=root, made=made, cache=cache) as pool:
+                facts, beside = pool.submit(read_facts).result(), pool.submit(read_beside).result()
+                work = digest_json([key, beside]) if beside else key
+                with working.open_journal(name, facts, key=work) as journal:
                     _run_eval(
                         name,
                         settings,
@@ -86,6 +90,7 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                         working.path,
                         candidate.serving.batch_size,
                         root / settings.evalset,
+                        beside,
                     )
                 if product.candidates[candidate.name].trace and not files:  # one trace, whatever the evals
                     batches = _batch(_group(evalset.cases, root / settings.evalset), candidate.serving.batch_size)
@@ -118,7 +123,7 @@ def open_replica(
                 groups = _group(evalset.cases, root / settings.evalset)
                 if name not in pools:
                     cache = attempt.path / f".compiled-{name}"
-                    starting = _start(candidate, product, name, evalset, root=root, build=build, cache=cache)
+                    starting = _start(candidate, product, name, evalset, root=root, made=None, cache=cache)
                     pools[name] = stack.enter_context(starting)
                     if candidate.serving.compile_mode:  # for all shapes in turn, whichever of them the shard has
                         pools[name].submit(measure_run, _choose_compared(groups), _pick_shapes(groups, size)).result()
@@ -143,10 +148,10 @@ def _start(
     evalset: Evalset,
     *,
     root: Path,
-    build: Path,
+    made: Path | None,
     cache: Path,
 ) -> AbstractContextManager[Executor]:
-    """Start the processes that run the pictures of the eval of that name."""
+    """Start the processes that run the pictures of the eval of that name; `made` is the reference's evaluation."""
     settings = product.evals[name]
     setup = InferenceSetup(
         candidate=candidate,
@@ -156,7 +161,7 @@ def _start(
         source=product.candidates[product.reference].checkpoint,
         settings=settings,
         key=digest_work(product, settings, evalset, root),
-        reference=(build / "evaluations" / product.reference / f"{name}.jsonl").resolve(),
+        reference=made / f"{name}.jsonl" if made else None,
         categories=_find_categories(settings, evalset),
     )
     # what one process compiles, another would compile again
@@ -184,6 +189,7 @@ def _run_eval(
     working: Path,
     batch_size: int,
     pictures: Path,
+    beside: str | None,
 ) -> None:
     """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
@@ -200,7 +206,7 @@ def _run_eval(
     write_cases(path, records)
     if isinstance(settings, DetectionEval) and (categories := _find_categories(settings, evalset)) is not None:
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)
-    write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps(notes | {"beside": beside}, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
 

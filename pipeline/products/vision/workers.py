@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import shutil
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.errors import EngineError, EvidenceError, NumericsError
+from pipeline.errors import EngineError, NumericsError
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase
 from pipeline.evalsets.pictures import measure_picture, read_picture
 from pipeline.products.vision.adapters import Adapter, load_adapter
@@ -31,10 +30,10 @@ from pipeline.products.vision.layer_numerics import build_layer_notes, compare_l
 from pipeline.products.vision.loading import Network, list_tensors, load_network
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
-from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
-from pipeline.records.evaluations import CaseRecord, Evaluation, NetworkCandidate, read_cases
+from pipeline.products.vision.wholes import digest_pixels, digest_wholes, find_wholes, read_whole
+from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.records.evaluations import CaseRecord, NetworkCandidate
 from pipeline.records.fingerprints import fingerprint
-from pipeline.records.record_files import read_record
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.tracing import record_trace
@@ -57,7 +56,7 @@ class InferenceSetup:
     source: str  # folder of the reference, which layers are compared with in float32
     settings: DetectionEval | UpscalingEval
     key: str  # of the eval's records
-    reference: Path  # where the reference's own records of the eval lie, once it was evaluated
+    reference: Path | None  # the reference's own records of the eval, once it was evaluated; None: not to be used
     categories: Categories | None = None  # of a detection evalset
 
 
@@ -70,23 +69,12 @@ class _Loaded:
 
     @cached_property
     def wholes(self) -> Mapping[str, CaseRecord]:
-        """What the reference's own evaluation made of the pictures, by input, where it ran as `reference` would here.
-
-        Else nothing, and the reference runs again: the same bytes, whatever was evaluated before.
-        """
-        setup, path = self.setup, self.setup.reference
-        plain = setup.candidate.model_copy(update={"serving": setup.candidate.serving.plain})
-        if Path(plain.checkpoint.path) != Path(setup.source):
+        """What the reference's own evaluation made of the pictures, by input; nothing where it is to be run here."""
+        setup, candidate = self.setup, self.setup.candidate
+        plain = candidate.model_copy(update={"serving": candidate.serving.plain})
+        if not candidate.serving.tiling or setup.reference is None or Path(plain.checkpoint.path) != Path(setup.source):
             return {}
-        try:
-            evaluation = read_record(path.parent / "evaluation.json", Evaluation)
-            file = evaluation.evals.get(path.stem)
-            is_same = evaluation.fingerprint == fingerprint(plain.facts | read_machine_facts())
-            if file is None or not is_same or file.key != setup.key or digest_file(path) != file.sha256:
-                return {}
-            return {record.input_digest: record for record in read_cases(path)}
-        except (EvidenceError, OSError):
-            return {}
+        return find_wholes(setup.reference, fingerprint(plain.facts | read_machine_facts()), setup.key)
 
     @cached_property
     def reference(self) -> Network:
@@ -165,6 +153,12 @@ def read_facts() -> dict[str, Any]:
     return facts
 
 
+def read_beside() -> str | None:
+    """Return the digest of the reference's pictures that tiles are judged beside; None where it runs here."""
+    loaded: _Loaded = get_loaded()
+    return digest_wholes(loaded.wholes.values()) if loaded.wholes else None
+
+
 def trace_batch(cases: Sequence[PictureCase], path: Path) -> None:
     """Trace one batch of pictures of one size on their way through the network."""
     loaded: _Loaded = get_loaded()
@@ -211,7 +205,7 @@ def _enlarge_whole(
 ) -> Sequence[torch.Tensor | None]:
     """Return what the reference makes of pictures that the candidate runs in tiles; None for each of others.
 
-    It is run again here where its own evaluation has not made them: that of one candidate must not depend on another's.
+    It is run again here where its own evaluation has not made them (`wholes.py`).
     """
     if not loaded.setup.candidate.serving.tiling:
         return [None] * len(pixels)
@@ -225,21 +219,12 @@ def _enlarge_whole(
 
 
 def _read_whole(loaded: _Loaded, case: PictureCase) -> torch.Tensor | None:
-    """Return the picture of the reference's own evaluation, None where there is none that is as it was written."""
+    """Return the picture of the reference's own evaluation, None where it has none that is as it was written."""
     record = loaded.wholes.get(case.digest)
-    if record is None or not record.scores["finite"]:
+    if record is None or loaded.setup.reference is None or not record.scores["finite"]:
         return None
-    try:
-        with Image.open(loaded.setup.reference.with_suffix("") / f"{record.case_id}.png") as picture:
-            pixels = np.asarray(picture)
-    except OSError:
-        return None
-    return torch.from_numpy(pixels.copy()) if digest_pixels(pixels) == record.output else None
-
-
-def digest_pixels(pixels: NDArray[np.uint8]) -> str:
-    """Return the digest of a picture, (rows, columns, 3), that `gate/pictures.py` checks it by."""
-    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest()
+    pixels = read_whole(loaded.setup.reference, record)
+    return None if pixels is None else torch.from_numpy(pixels)
 
 
 def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:

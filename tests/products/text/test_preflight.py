@@ -297,18 +297,20 @@ def test_a_tensor_that_is_missing_is_found_before_any_work(project: Path, copied
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+@pytest.mark.parametrize("says", [{}, {"quantization_config": None}])
 def test_rounded_weights_that_no_config_speaks_of_are_no_dense_ones(
-    project: Path, copied: Path, dtype: torch.dtype, name: str
+    project: Path, copied: Path, dtype: torch.dtype, name: str, says: dict[str, Any]
 ) -> None:
     """They were read as floats without their scales, and answered noise."""
+    edit_json(copied / "config.json", **says)
     tensors = load_file(copied / "model.safetensors")
     layer = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {layer: tensors[layer].to(dtype)}, copied / "model.safetensors")
     said = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
     assert said == (
         f"candidates.plain.checkpoint: {copied}: expected weights in floats, or a quantization_config in config.json "
-        f"that says how they are rounded, got 1 others, such as '{layer}' as {name}; take the config.json that was "
-        "saved with them"
+        f"that says how they are rounded, got 1 tensors such as '{layer}' as {name}; take weights that "
+        "transformers reads as they are rounded, or those that they were made of"
     )
 
 

@@ -19,6 +19,7 @@ from pipeline.products.vision.findings.speed import (
     measure_gain,
     measure_total,
 )
+from pipeline.products.vision.findings.wholes import check_wholes
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
@@ -46,6 +47,7 @@ class VisionAuditor(Auditor[VisionProduct]):
         """Add what steps for speed gain, and a failure or a note where it is slower in total."""
         limit = product.gate.max_slowdown
         try:
+            findings.refusals += check_wholes(evidence, reference)
             if (notes := read_network_notes(evidence)) is not None:
                 findings.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
                 findings.total = measure_total(evidence, reference, notes, limit)

@@ -130,6 +130,7 @@ class NetworkNotes(_Notes):
     compile: CompileNotes | None
     layout: LayoutNotes | None
     int8: Int8Notes | None = None  # of a network that is in INT8
+    beside: str | None = None  # digest of the reference's pictures that tiles were judged beside; None: it ran there
     peak_mib: float | None
     work: float  # pixels that the network is run on, per pixel of the largest picture
 
