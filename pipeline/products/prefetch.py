@@ -256,7 +256,8 @@ def _check_cluster() -> None:
     command = [sys.executable, "-m", "pipeline.products.ray_cluster"]
     asked = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if asked.returncode:
-        raise SettingsError(asked.stderr.strip().rpartition("\n")[2])
+        said = asked.stderr.strip().rpartition("\n")[2]
+        raise SettingsError(said or f"execution.address: asking for the cluster ended with code {asked.returncode}")
 
 
 class _Workshop:
