@@ -1117,6 +1117,7 @@ def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, her
         "speed": None,
         "total": None,
         "int8": None,
+        "beside": None,
         "compile": None,
         "layout": None,
         "peak_mib": 0,

@@ -139,8 +139,9 @@ def test_what_processes_say_is_taken_up_and_the_file_is_gone_at_the_end(
 
 
 RUN = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from pipeline.running.progress import Progress, begin_step
 from pipeline.running.progress_view import View, end_on_sigterm
 folder = Path(sys.argv[1])
