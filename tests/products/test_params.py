@@ -507,6 +507,7 @@ def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) 
     ("key", "remedy"),
     [
         ("gate", "remove it, or move it into a product"),
+        ("images", "remove it, or move it into a product"),
         ("agent", "remove it, or move it into a product"),
         ("Products", "is `products` meant"),
         ("candidate", "is `candidates` meant"),

@@ -17,9 +17,10 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.errors import EvidenceError, JournalError, SettingsError
-from pipeline.products import KINDS, prefetch
+from pipeline.products import KINDS, jobs, prefetch
+from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
-from pipeline.products.prefetch import Order, choose_candidates, count_jobs
+from pipeline.products.prefetch import Order, choose_candidates
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
@@ -149,7 +150,7 @@ def test_it_takes_as_many_jobs_as_help(
     workers: list[int],
     num_jobs: int,
 ) -> None:
-    monkeypatch.setattr(prefetch, "list_own_gpus", lambda: gpus)
+    monkeypatch.setattr(jobs, "list_own_gpus", lambda: gpus)
     products = [params.products["agent"].use_workers(number) for number in workers]
     assert count_jobs(replace(params, execution=execution), products) == num_jobs
 
@@ -180,9 +181,9 @@ def test_small_models_share_a_gpu_as_far_as_memory_and_cores_allow_it(
     found = {"list_own_gpus": ("0",), "read_gpu_free_mib": free_mib, "count_cores": cores}
     found |= {"read_available_mib": host_gib << 10}
     for name, value in found.items():
-        monkeypatch.setattr(prefetch, name, lambda *_, value=value: value)
-    monkeypatch.setattr(prefetch, "_measure_mib", lambda _: mib)
-    monkeypatch.setattr(prefetch, "locate_checkpoint", lambda folder, _: Path(folder))
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    monkeypatch.setattr(jobs, "_measure_mib", lambda _: mib)
+    monkeypatch.setattr(jobs, "locate_checkpoint", lambda folder, _: Path(folder))
     products = [params.products["agent"].use_workers(1)]
     assert count_jobs(params, products) == num_jobs
     one = replace(params, execution=LocalExecution(num_workers=1))
