@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_use import start_nvidia_smi
 from pipeline.errors import EngineError
 
 LIBRARY: tuple[dict[str, Any], ...] = (
@@ -67,14 +67,7 @@ class GpuSampler:
     """Asks nvidia-smi how busy the GPU is, in a process beside; nothing where there is none."""
 
     def __init__(self) -> None:
-        self._process = None
-        if shutil.which("nvidia-smi"):
-            query = "--query-gpu=utilization.gpu,memory.used"
-            self._process = subprocess.Popen(
-                ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", str(SAMPLE_MS)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        self._process = start_nvidia_smi(SAMPLE_MS)
 
     def stop(self) -> dict[str, float | None]:
         """Return the mean share of busy time and the most memory since the start, over the GPU that is busiest."""

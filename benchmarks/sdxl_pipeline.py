@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.gpu_use import start_nvidia_smi
 from benchmarks.sdxl_models import TINY_UNET, TINY_VAE, UNET_CONFIG, VAE_CONFIG
 from evalsets.seal import seal
 from pipeline.products.images import evaluate
@@ -37,6 +38,7 @@ from pipeline.products.images.settings import ImagesProduct
 
 SHOTS = Path("models/product-shots")
 PROMPTS = Path("evalsets/shots")
+SAMPLE_MS = 200
 STEPS = {
     "reference": [],
     "half": [{"kind": "unet_precision", "dtype": "bfloat16"}, {"kind": "vae_precision", "dtype": "bfloat16"}],
@@ -160,8 +162,7 @@ def watch() -> Iterator[Watched]:
             watched.batches.append((time.monotonic(), rendered))
             yield place, rendered
 
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
-    process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True) if shutil.which(query[0]) else None
+    process = start_nvidia_smi(SAMPLE_MS)
     if process is not None:
         threading.Thread(target=_read_samples, args=(process, watched), daemon=True).start()
     try:
