@@ -37,6 +37,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmarks.texts import load_calibration_texts
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.params import load_params
 from pipeline.products.text.checkpoints import embedding_rows, load_tokenizer
@@ -45,7 +46,6 @@ from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
 
 INTERVAL_S = 0.05  # between two looks at a process's memory
-TEXTS = Path("evalsets/calibration")
 BUCKET = "prose"
 GROUPED = "W4A16"
 
@@ -232,7 +232,7 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
 
 def write_texts(folder: Path, tokenizer: Any, calibration: Calibration) -> None:
     """Write an evalset with a document for each sample, of at least as many tokens as a sample has."""
-    texts = cycle(case.text for case in load_evalset(TEXTS).cases if BUCKET in case.buckets)
+    texts = cycle(case.text for case in load_calibration_texts().cases if BUCKET in case.buckets)
     cases = []
     for number in range(calibration.num_samples):
         text = next(texts)

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.texts import load_calibration_texts
 from pipeline.errors import QuantizationError
-from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
 
-TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=256, length_exponent=0.0)
 LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
 
@@ -60,7 +59,7 @@ def try_defect(checkpoint: Path, step: QuantizeStep, change: Change) -> str | No
     with tempfile.TemporaryDirectory() as folder, patch.object(llm_compressor, "save_compressed", save_changed):
         made = Path(folder) / "made"
         try:
-            quantize(checkpoint, made, step=step, calibration_set=load_evalset(TEXTS))
+            quantize(checkpoint, made, step=step, calibration_set=load_calibration_texts())
         except QuantizationError as error:
             return str(error).replace(f"{made}: ", "")
     return None

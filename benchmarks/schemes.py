@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.texts import load_calibration_texts
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.checkpoints import layer_shapes, load_model, load_tokenizer
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
 
-TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=64, max_tokens=256, length_exponent=0.0)
 CACHES = {f"{scheme}kv_{way}": way for scheme in ("FP8_DYNAMIC+", "") for way in ("tensor", "attn_head", "token")}
 NAMES = (*PRESETS, *CACHES)
@@ -74,7 +74,7 @@ def make(source: Path, target: Path, name: str) -> tuple[int, int]:
     needs_texts = is_stored or (cache is not None and not cache.resolve().dynamic)
     calibration = CALIBRATION if needs_texts else None
     step = QuantizeStep.model_validate({"kind": "quantize", "kv_cache": cache, "calibration": calibration, **mix})
-    result = quantize(source, target, step=step, calibration_set=load_evalset(TEXTS))
+    result = quantize(source, target, step=step, calibration_set=load_calibration_texts())
     asked = [layer for layer in result.coverage if layer.asked and not layer.format.startswith("kv-")]
     shapes = layer_shapes(source)
     return sum(layer.num_bytes for layer in asked), sum(math.prod(shapes[layer.layer]) for layer in asked)

@@ -18,15 +18,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.texts import load_calibration_texts
 from pipeline.errors import QuantgateError
-from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cards import Evalset
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.optimize.quantize import copy_text_files, quantize
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, QuantizeStep
 
 TOKENIZER = Path("models/agent")
-TEXTS = Path("evalsets/calibration")
 CALIBRATION = Calibration(sources=["prose"], num_samples=4, max_tokens=256, length_exponent=0.0)
 WIDTH = 128  # which all groups and blocks divide
 SHARING: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ BESIDE_INPUTS = [PRESETS[name].weights for name in ("W8A8", "FP8_DYNAMIC", "W4A1
 
 def main() -> None:
     """Print what was made and what failed; exit with 1 where something that settings allow failed."""
-    texts, counts = load_evalset(TEXTS), Counter[str]()
+    texts, counts = load_calibration_texts(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         source = write_model(Path(folder) / "source")
         for number, settings in enumerate(list_settings()):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import CheckpointError, EngineError, SettingsError
+from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.products.ray_cluster import MAX_FAILURES, _Run, _run_shards, _Worker
@@ -25,6 +25,7 @@ from pipeline.running.shards import Shard
 from pipeline.running.staleness import Plan
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
+from stages import evaluate
 from tests.paths import ROOT
 
 
@@ -277,3 +278,15 @@ def test_a_node_is_sent_what_a_candidate_needs_and_no_other_model(monkeypatch: p
     sent = {path.as_posix() for path in list_project_files(params, product, "agent")}
     assert {"params.yaml", "models/agent/config.json", "pipeline/errors.py", "stages/evaluate.py"} <= sent
     assert not any(path.startswith(("models/product-shots/", "models/people-hard/", ".", "build/env")) for path in sent)
+
+
+def test_a_candidate_that_is_not_built_is_said_here_and_starts_no_replica(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three replicas were started for it, one after another, and each said it."""
+    text = (ROOT / "params.yaml").read_text()
+    (tmp_path / "params.yaml").write_text(text.replace("kind: local, num_workers: auto", "kind: ray, num_workers: 2"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "load_cluster", lambda: pytest.fail("a cluster was asked"))
+    with pytest.raises(EvidenceError, match=r"build/shots/candidates/shots/candidate\.json: expected"):
+        evaluate.main(["shots"])

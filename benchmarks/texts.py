@@ -1,0 +1,16 @@
+"""The calibration texts that ship with the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.running.made_files import make_missing
+
+TEXTS = Path("evalsets/calibration")
+
+
+def load_calibration_texts() -> Evalset:
+    """Read the texts; a fresh clone makes their file first, as git does not hold it."""
+    make_missing(Path(), named_in=[str(TEXTS)])
+    return load_evalset(TEXTS)
