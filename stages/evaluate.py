@@ -29,8 +29,6 @@ def main(argv: list[str]) -> int:
     elif take_over("evaluate", name, product):
         pass
     elif isinstance(params.execution, RayExecution):
-        # here, as each replica would be started for it and say it anew
-        KINDS[product.kind].get_auditor().read_candidate(product.build, name, product)
         needed = partial(list_project_files, params, product, name)
         load_cluster().evaluate_on_ray(params.execution, name, product.build, needed)
     else:

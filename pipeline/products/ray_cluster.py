@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError, QuantgateError, SettingsError
-from pipeline.products import ray_worker
-from pipeline.products.params import load_params
+from pipeline.products import KINDS, ray_worker
+from pipeline.products.params import find_owner, load_params
 from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, receive
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
@@ -33,6 +33,7 @@ from pipeline.records.record_files import read_record
 from pipeline.running.journal import lock_candidate
 from pipeline.running.progress import Progress
 from pipeline.running.shards import Attempt, Shard
+from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
 SHARDS_A_WORKER = 4  # so that a slow one takes fewer
@@ -115,8 +116,10 @@ def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_f
 
     Raises:
         EngineError: a shard failed on several replicas, or no replica could start.
+        EvidenceError: the candidate was not built.
         JournalError: another process evaluates the candidate.
     """
+    _check_built(candidate, build)
     order = Order(candidate, build.as_posix(), read_environment())
     with (
         lock_candidate(build, candidate),
@@ -131,6 +134,12 @@ def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_f
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
         last = _run_shards(ray, run, workers, project)
         _finish(ray, run, last, project)
+
+
+def _check_built(candidate: str, build: Path) -> None:
+    """Raise EvidenceError unless it is built; replicas would be started for it and say it one after another."""
+    product = find_owner(load_params(), candidate, kind=Product)
+    KINDS[product.kind].get_auditor().read_candidate(build, candidate, product)
 
 
 def build_on_ray(execution: RayExecution, candidate: str, build: Path, list_files: Callable[[], list[Path]]) -> str:

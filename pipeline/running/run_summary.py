@@ -26,7 +26,13 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
         yield f"reused: {'; '.join(reused)}"
     if failed := [step.name for phase in phases for step in phase.steps.values() if step.outcome == "failed"]:
         yield f"failed: {', '.join(failed)}"
-    yield f"took {format_duration(seconds)}, and {format_duration(cpu_s)} of CPU time"
+    yield f"took {_format_time(seconds)}, and {_format_time(cpu_s)} of CPU time"
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time by which a run can be compared with another, where `format_duration` rounds what is left."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if 100 <= seconds < 600 else format_duration(seconds)
 
 
 def _list_owners(phase: Phase) -> Iterator[tuple[str, list[Step]]]:

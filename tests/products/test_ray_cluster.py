@@ -287,6 +287,6 @@ def test_a_candidate_that_is_not_built_is_said_here_and_starts_no_replica(
     text = (ROOT / "params.yaml").read_text()
     (tmp_path / "params.yaml").write_text(text.replace("kind: local, num_workers: auto", "kind: ray, num_workers: 2"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "load_cluster", lambda: pytest.fail("a cluster was asked"))
+    monkeypatch.setattr(ray_cluster, "connect", lambda _: pytest.fail("a cluster was asked"))
     with pytest.raises(EvidenceError, match=r"build/shots/candidates/shots/candidate\.json: expected"):
         evaluate.main(["shots"])

@@ -167,7 +167,7 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
         "  in all   env 1.0, compare 0.0 (2.5)",
         "reused: 1 results made ahead",
         "failed: compare@p",
-        "took 2 min, and 7 s of CPU time",
+        "took 2 min 10 s, and 7 s of CPU time",
     ]
 
 
