@@ -70,12 +70,13 @@ class GpuSampler:
         self._process = start_nvidia_smi(SAMPLE_MS)
 
     def stop(self) -> dict[str, float | None]:
-        """Return the mean share of busy time and the most memory since the start, over the GPU that is busiest."""
+        """Return the mean share of busy time and the most memory since the start, over all GPUs that are seen."""
         if self._process is None:
             return {"busy": None, "memory_gib": None}
         self._process.terminate()
         text, _ = self._process.communicate()
-        rows = [tuple(map(float, line.split(","))) for line in text.splitlines() if line.count(",") == 1]
+        cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+        rows = [(float(a), float(b)) for a, b in (row for row in cells if len(row) == 2) if a.isdigit() and b.isdigit()]
         if not rows:
             return {"busy": None, "memory_gib": None}
         return {"busy": sum(row[0] for row in rows) / len(rows) / 100, "memory_gib": max(row[1] for row in rows) / 1024}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 
+from pipeline.running.environment import list_own_gpus
+
 
 def start_nvidia_smi(interval_ms: int) -> subprocess.Popen[str] | None:
-    """Start nvidia-smi, which prints percent of busy time and MiB in use of each GPU; None where it is absent.
+    """Start nvidia-smi, which prints percent of busy time and MiB in use of each GPU; None where there is none.
 
     Args:
         interval_ms: between two lines of a GPU. GPUs that CUDA_VISIBLE_DEVICES leaves out have none.
     """
-    if not shutil.which("nvidia-smi"):
+    gpus = list_own_gpus()
+    if not gpus or not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        query.append(f"--id={visible}")
+    if not gpus[0].startswith("MIG-"):  # of a slice nvidia-smi tells no use: its card's is the nearest
+        query.append(f"--id={','.join(gpus)}")
     return subprocess.Popen([*query, "-lms", str(interval_ms)], stdout=subprocess.PIPE, text=True)

@@ -30,9 +30,9 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
 
 
 def _format_time(seconds: float) -> str:
-    """Return a time by which a run can be compared with another, where `format_duration` rounds what is left."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if 100 <= seconds < 600 else format_duration(seconds)
+    """Return a time as `format_duration` does; below ten minutes with seconds, as a minute is over a tenth there."""
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if 100 <= whole < 600 else format_duration(whole)
 
 
 def _list_owners(phase: Phase) -> Iterator[tuple[str, list[Step]]]:
