@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_use import start_nvidia_smi
+from benchmarks.gpu_use import parse_use, start_nvidia_smi
 from pipeline.errors import EngineError
 
 LIBRARY: tuple[dict[str, Any], ...] = (
@@ -75,8 +75,7 @@ class GpuSampler:
             return {"busy": None, "memory_gib": None}
         self._process.terminate()
         text, _ = self._process.communicate()
-        cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-        rows = [(float(a), float(b)) for a, b in (row for row in cells if len(row) == 2) if a.isdigit() and b.isdigit()]
+        rows = [use for line in text.splitlines() if (use := parse_use(line))]
         if not rows:
             return {"busy": None, "memory_gib": None}
         return {"busy": sum(row[0] for row in rows) / len(rows) / 100, "memory_gib": max(row[1] for row in rows) / 1024}

@@ -21,3 +21,9 @@ def start_nvidia_smi(interval_ms: int) -> subprocess.Popen[str] | None:
     if not gpus[0].startswith("MIG-"):  # of a slice nvidia-smi tells no use: its card's is the nearest
         query.append(f"--id={','.join(gpus)}")
     return subprocess.Popen([*query, "-lms", str(interval_ms)], stdout=subprocess.PIPE, text=True)
+
+
+def parse_use(line: str) -> tuple[float, float] | None:
+    """Return percent of busy time and MiB in use of a line; None where it is cut, or a card does not say."""
+    cells = [cell.strip() for cell in line.split(",")]
+    return (float(cells[0]), float(cells[1])) if len(cells) == 2 and all(map(str.isdigit, cells)) else None

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.gpu_use import start_nvidia_smi
+from benchmarks.gpu_use import parse_use, start_nvidia_smi
 from benchmarks.sdxl_models import TINY_UNET, TINY_VAE, UNET_CONFIG, VAE_CONFIG
 from evalsets.seal import seal
 from pipeline.products.images import evaluate
@@ -175,9 +175,8 @@ def watch() -> Iterator[Watched]:
 
 def _read_samples(process: subprocess.Popen[str], watched: Watched) -> None:
     for line in process.stdout or ():
-        numbers = [cell.strip() for cell in line.split(",")]
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-            watched.samples.append((time.monotonic(), float(numbers[0]), float(numbers[1])))
+        if use := parse_use(line):
+            watched.samples.append((time.monotonic(), *use))
 
 
 def measure(name: str, product: ImagesProduct, root: Path) -> str:

@@ -34,3 +34,12 @@ def test_a_process_without_a_gpu_asks_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu_use, "list_own_gpus", lambda: ())
     monkeypatch.setattr("shutil.which", lambda _: "nvidia-smi")
     assert gpu_use.start_nvidia_smi(100) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "use"),
+    [("97, 1024\n", (97.0, 1024.0)), ("0, 0", (0.0, 0.0)), ("97, [N/A]", None), ("97", None), ("", None)],
+)
+def test_a_line_that_does_not_say_is_passed_over(line: str, use: tuple[float, float] | None) -> None:
+    """A card without memory of its own ended a run with a traceback."""
+    assert gpu_use.parse_use(line) == use
