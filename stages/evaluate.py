@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         pass
     elif isinstance(params.execution, RayExecution):
         needed = partial(list_project_files, params, product, name)
-        load_cluster().evaluate_on_ray(params.execution, name, product.build, needed)
+        load_cluster().evaluate_on_ray(params.execution, name, product, needed)
     else:
         KINDS[product.kind].evaluate(name, product, root=Path(), build=product.build)
     return 0

@@ -30,7 +30,7 @@ def build(name: str, product: Product, params: Params) -> str:
     """Build a candidate here or on a cluster."""
     if isinstance(params.execution, RayExecution):
         needed = partial(list_project_files, params, product, name)
-        return str(load_cluster().build_on_ray(params.execution, name, product.build, needed))
+        return str(load_cluster().build_on_ray(params.execution, name, product, needed))
     return KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)
 
 

@@ -365,7 +365,7 @@ def _run_stage(order: Order) -> None:
         needed = partial(list_project_files, order.params, product, name)
         on_ray = {"optimize": ray_cluster.build_on_ray, "evaluate": ray_cluster.evaluate_on_ray}[order.stage]
         with lock_candidate(build, name) if order.stage == "optimize" else contextlib.nullcontext():
-            print(on_ray(order.params.execution, name, build, needed) or "evaluated on the cluster")
+            print(on_ray(order.params.execution, name, product, needed) or "evaluated on the cluster")
     elif order.stage == "optimize":
         with lock_candidate(build, name):
             print(kind.optimize(name, own, root=Path(), build=build))

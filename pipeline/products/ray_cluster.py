@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.errors import EngineError, QuantgateError, SettingsError
 from pipeline.products import KINDS, ray_worker
-from pipeline.products.params import find_owner, load_params
+from pipeline.products.params import load_params
 from pipeline.products.ray_worker import FileServer, Order, Replica, SentFile, receive
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder
@@ -105,13 +105,15 @@ def connect(execution: RayExecution) -> Iterator[Any]:
         ray.shutdown()
 
 
-def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_files: Callable[[], list[Path]]) -> None:
+def evaluate_on_ray(
+    execution: RayExecution, candidate: str, product: Product, list_files: Callable[[], list[Path]]
+) -> None:
     """Evaluate a candidate on a cluster and put the evaluation in place, as the stage does on one machine.
 
     Args:
         execution: the cluster, and how many replicas of which resources.
         candidate: its name.
-        build: folder of the product's results, relative to the project.
+        product: that owns it.
         list_files: the files of the project that a node needs which does not see its folder.
 
     Raises:
@@ -119,7 +121,9 @@ def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_f
         EvidenceError: the candidate was not built.
         JournalError: another process evaluates the candidate.
     """
-    _check_built(candidate, build)
+    build = product.build
+    # here: replicas would be started for it and say it one after another
+    KINDS[product.kind].get_auditor().read_candidate(build, candidate, product)
     order = Order(candidate, build.as_posix(), read_environment())
     with (
         lock_candidate(build, candidate),
@@ -136,22 +140,18 @@ def evaluate_on_ray(execution: RayExecution, candidate: str, build: Path, list_f
         _finish(ray, run, last, project)
 
 
-def _check_built(candidate: str, build: Path) -> None:
-    """Raise EvidenceError unless it is built; replicas would be started for it and say it one after another."""
-    product = find_owner(load_params(), candidate, kind=Product)
-    KINDS[product.kind].get_auditor().read_candidate(build, candidate, product)
-
-
-def build_on_ray(execution: RayExecution, candidate: str, build: Path, list_files: Callable[[], list[Path]]) -> str:
+def build_on_ray(
+    execution: RayExecution, candidate: str, product: Product, list_files: Callable[[], list[Path]]
+) -> str:
     """Build a candidate on a cluster and put it in place; return a line that says what it became."""
-    order = Order(candidate, build.as_posix(), read_environment())
+    order = Order(candidate, product.build.as_posix(), read_environment())
     with connect(execution) as ray, _share_project(ray, list_files) as project:
         worker = _start(ray, _Run(execution, order, 1, deque()))
         seen = _get(ray, worker, worker.actor.look.remote(project.root, project.token))
         _get(ray, worker, _begin(worker, order, project, seen))
         said: str = _get(ray, worker, worker.actor.make.remote())
         if not worker.sees_root:
-            _fetch_made(ray, worker, "candidates", build / "candidates" / candidate)
+            _fetch_made(ray, worker, "candidates", product.build / "candidates" / candidate)
         return said
 
 

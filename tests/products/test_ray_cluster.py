@@ -288,5 +288,6 @@ def test_a_candidate_that_is_not_built_is_said_here_and_starts_no_replica(
     (tmp_path / "params.yaml").write_text(text.replace("kind: local, num_workers: auto", "kind: ray, num_workers: 2"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_cluster, "connect", lambda _: pytest.fail("a cluster was asked"))
+    monkeypatch.setattr(ray_cluster, "load_params", lambda: pytest.fail("params.yaml was read twice"))
     with pytest.raises(EvidenceError, match=r"build/shots/candidates/shots/candidate\.json: expected"):
         evaluate.main(["shots"])
