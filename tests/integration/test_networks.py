@@ -51,8 +51,7 @@ from pipeline.products.vision.findings.wholes import check_wholes
 from pipeline.products.vision.preflight import check_network
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import VisionProduct
-from pipeline.products.vision.wholes import digest_pixels
-from pipeline.records.digests import digest_file
+from pipeline.records.digests import digest_file, digest_pixels
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.records.record_files import write_record
 from pipeline.report.terminal import render_gate

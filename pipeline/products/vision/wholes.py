@@ -7,7 +7,6 @@ evaluation of the reference (`findings/wholes.py`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.records.digests import digest_file, digest_json
+from pipeline.records.digests import digest_file, digest_json, digest_pixels
 from pipeline.records.evaluations import CaseRecord, Evaluation, read_cases
 from pipeline.records.kept_outputs import name_picture
 from pipeline.records.record_files import read_record
@@ -50,11 +49,6 @@ def read_whole(records: Path, record: CaseRecord) -> NDArray[np.uint8] | None:
         return None
     is_picture = pixels.ndim == 3 and pixels.dtype == np.uint8
     return pixels if is_picture and digest_pixels(pixels) == record.output else None
-
-
-def digest_pixels(pixels: NDArray[np.uint8]) -> str:
-    """Return the digest of a picture, (rows, columns, 3), that `gate/pictures.py` checks it by."""
-    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest()
 
 
 def digest_wholes(records: Iterable[CaseRecord]) -> str:

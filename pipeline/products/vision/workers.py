@@ -30,8 +30,8 @@ from pipeline.products.vision.layer_numerics import build_layer_notes, compare_l
 from pipeline.products.vision.loading import Network, list_tensors, load_network
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
-from pipeline.products.vision.wholes import digest_pixels, digest_wholes, find_wholes, read_whole
-from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.products.vision.wholes import digest_wholes, find_wholes, read_whole
+from pipeline.records.digests import digest_files, digest_json, digest_pixels, name_changed_file
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import NetworkServing

@@ -6,7 +6,6 @@ which images are shown nor where they end up.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
+from pipeline.records.digests import digest_pixels
 from pipeline.records.evaluations import CaseRecord
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def read_image(image: JudgedImage) -> Picture:
     """
     with _open(image.path) as opened:
         picture = np.asarray(opened.convert("RGB"))
-    if hashlib.sha256(picture.transpose(2, 0, 1).tobytes()).hexdigest() != image.pixels:
+    if digest_pixels(picture) != image.pixels:
         raise EvidenceError(f"{image.path}: expected the image that was judged, got other pixels; run `dvc repro`")
     return picture
 
