@@ -77,7 +77,7 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
             cache = working.path / ".compiled"
             # what shards have judged was beside pictures of their own
             made = None if find_shards(build, candidate.name) else build / "evaluations" / product.reference
-            with _start(candidate, product, name, evalset, root=root, made=made, cache=cache) as pool:
+            with _start(candidate, product, name, evalset, root=root, key=key, made=made, cache=cache) as pool:
                 facts, beside = pool.submit(read_facts).result(), pool.submit(read_beside).result()
                 work = digest_json([key, beside]) if beside else key
                 with working.open_journal(name, facts, key=work) as journal:
@@ -120,14 +120,15 @@ def open_replica(
             attempt = AttemptFolder(build, candidate.name, shard)
             for name, settings in product.evals.items():
                 evalset = load_evalset(root / settings.evalset)
+                key = digest_work(product, settings, evalset, root)
                 groups = _group(evalset.cases, root / settings.evalset)
                 if name not in pools:
                     cache = attempt.path / f".compiled-{name}"
-                    starting = _start(candidate, product, name, evalset, root=root, made=None, cache=cache)
+                    starting = _start(candidate, product, name, evalset, root=root, key=key, made=None, cache=cache)
                     pools[name] = stack.enter_context(starting)
                     if candidate.serving.compile_mode:  # for all shapes in turn, whichever of them the shard has
                         pools[name].submit(measure_run, _choose_compared(groups), _pick_shapes(groups, size)).result()
-                facts, key = pools[name].submit(read_facts).result(), digest_work(product, settings, evalset, root)
+                facts = pools[name].submit(read_facts).result()
                 with attempt.open_journal(name, facts, key=key) as journal:
                     batches = _batch(groups, size)
                     own = choose_batches(batches, shard, lambda batch: [case.cluster for case in batch])
@@ -148,10 +149,22 @@ def _start(
     evalset: Evalset,
     *,
     root: Path,
+    key: str,
     made: Path | None,
     cache: Path,
 ) -> AbstractContextManager[Executor]:
-    """Start the processes that run the pictures of the eval of that name; `made` is the reference's evaluation."""
+    """Start the processes that run the pictures of an eval.
+
+    Args:
+        candidate: what runs.
+        product: settings.
+        name: of the eval.
+        evalset: its cases.
+        root: project root.
+        key: of its records.
+        made: the reference's evaluation; None: not to be used.
+        cache: folder for what they compile.
+    """
     settings = product.evals[name]
     setup = InferenceSetup(
         candidate=candidate,
@@ -160,7 +173,7 @@ def _start(
         adapter=product.adapter,
         source=product.candidates[product.reference].checkpoint,
         settings=settings,
-        key=digest_work(product, settings, evalset, root),
+        key=key,
         reference=made / f"{name}.jsonl" if made else None,
         categories=_find_categories(settings, evalset),
     )
