@@ -89,6 +89,13 @@ def test_a_layer_without_rounding_has_none() -> None:
     assert find_rounding(torch.nn.Linear(4, 4)) is None
 
 
+def test_a_layer_is_held_against_the_library_once() -> None:
+    """Packing asks for the rounding that the layer has by then."""
+    layer = build_layer("W8A8")
+    use_own_rounding([torch.nn.ModuleList([layer])])
+    assert find_rounding(layer) is layer.forward.round_input
+
+
 def test_a_library_that_rounds_otherwise_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, plain = build_layer("W8A8"), library.forward_quantize
     monkeypatch.setattr(library, "forward_quantize", lambda *args, **kwargs: plain(*args, **kwargs) * (1 + 1e-6))

@@ -122,6 +122,8 @@ def find_rounding(layer: Any) -> Round | None:
     scheme = getattr(layer, "quantization_scheme", None)
     if scheme is None or scheme.input_activations is None:
         return None
+    if isinstance(layer.forward, RoundedLinear):
+        return layer.forward.round_input  # found before, as `use_own_rounding` comes before packing
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
     library = partial(forward_quantize, layer, base_name="input", args=scheme.input_activations)
