@@ -211,9 +211,7 @@ def _read_sections(data: Any) -> dict[str, Any]:
         if key not in _SECTIONS:
             near = difflib.get_close_matches(str(key), _SECTIONS, n=1)
             remedy = f"is `{near[0]}` meant" if near else "remove it, or move it into a product"
-            raise SettingsError(
-                f"{key}: expected {', '.join(_SECTIONS[:-1])} and {_SECTIONS[-1]}, got another key; {remedy}"
-            )
+            raise SettingsError(f"{key}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}")
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
         ("candidates", "a mapping from each candidate's name to its settings"),

@@ -515,7 +515,7 @@ def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) 
 )
 def test_what_stands_beside_products_and_candidates_is_refused(key: str, remedy: str) -> None:
     """A gate there would seem to hold for all products, and would hold for none."""
-    said = f"{key}: expected products, candidates and execution, got another key; {remedy}"
+    said = f"{key}: expected one of products, candidates, execution, got another key; {remedy}"
     assert refusal(VALID | {key: TEXT["gate"]}) == said
 
 
