@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
@@ -24,6 +24,9 @@ from pipeline.settings.base import Product, describe_yaml_error
 from pipeline.settings.execution import Execution, LocalExecution, RayExecution
 from pipeline.settings.yaml_files import read_yaml
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 P = TypeVar("P", bound=Product)
 
 PARAMS = Path("params.yaml")
@@ -32,6 +35,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 # what no node needs: results, databases, tests; nor what begins with a dot, as environments and caches do
 _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db", "tests")
 _SECTIONS = ("products", "candidates", "execution")
+_OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
 _RESERVED = ("env",)  # names of folders beside those of the products
 
 
@@ -202,7 +206,7 @@ def _parse_execution(section: Any) -> LocalExecution | RayExecution:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(["execution", *_drop_tags(problem["loc"], section)])
-        raise SettingsError(f"{where}: {describe_problem(problem)}") from None
+        raise SettingsError(f"{where}: {_describe(problem, _EXECUTION.json_schema())}") from None
 
 
 def _read_sections(data: Any) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def _check_section(name: str, section: Any) -> None:
     kind = section.get("kind") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_format_value(kind)}")
-    for key in ("name", "candidates"):
+    for key in _OWN_KEYS:
         if key in section:
             raise SettingsError(f"{where}.{key}: unknown key; candidates stand in `candidates`, and name their product")
 
@@ -259,16 +263,44 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
     try:
         return settings.model_validate(data)
     except ValidationError as error:
-        raise SettingsError(_one_line(error, name, data)) from None
+        raise SettingsError(_one_line(error, name, data, settings.model_json_schema())) from None
 
 
-def _one_line(error: ValidationError, product: str, data: Mapping[str, Any]) -> str:
+def _one_line(error: ValidationError, product: str, data: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     keys = list(_drop_tags(problem["loc"], data))
     where = keys if keys[:1] == ["candidates"] else ["products", product, *keys]
-    return f"{'.'.join(where)}: {describe_problem(problem)}"
+    return f"{'.'.join(where)}: {_describe(problem, schema)}"
+
+
+def _describe(problem: ErrorDetails, schema: Mapping[str, Any]) -> str:
+    """Say what was expected and what came; of an unknown key also which one may be meant."""
+    said = describe_problem(problem)
+    if problem["type"] != "extra_forbidden":
+        return said
+    *above, key = problem["loc"]
+    near = difflib.get_close_matches(str(key), _list_keys(schema, above), n=1)
+    return f"{said}: is `{near[0]}` meant" if near else said
+
+
+def _list_keys(schema: Mapping[str, Any], path: Sequence[str | int]) -> list[str]:
+    """Return the keys that may stand at a place, by a JSON schema; none where it does not name any.
+
+    Args:
+        schema: of the whole.
+        path: as pydantic gives it, with a level for the `kind` of an entry.
+    """
+    place = schema
+    for part in path:
+        kinds = place.get("discriminator", {}).get("mapping", {})
+        own = {"$ref": kinds[part]} if part in kinds else place.get("properties", {}).get(part)
+        place = own or place.get("items") or place.get("additionalProperties") or {}
+        place = next((one for one in place.get("anyOf", []) if one.get("type") != "null"), place)
+        if "$ref" in place:
+            place = schema["$defs"][place["$ref"].rpartition("/")[2]]
+    return [key for key in place.get("properties", {}) if path or key not in _OWN_KEYS]
 
 
 def _drop_tags(loc: Sequence[str | int], data: Any) -> Iterator[str]:

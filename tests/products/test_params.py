@@ -148,17 +148,17 @@ STEP = "candidates//int4//steps//0"
     ("path", "value", "said"),
     [
         # unknown keys, at every level
-        ("releases", [], f"releases: {UNKNOWN}"),
-        ("candidates//int4//chekpoint", "x", f"candidates.int4.chekpoint: {UNKNOWN}"),
-        (f"{STEP}//groupsize", 64, f"candidates.int4.steps.0.groupsize: {UNKNOWN}"),
+        ("releases", [], f"releases: {UNKNOWN}: is `release` meant"),
+        ("candidates//int4//chekpoint", "x", f"candidates.int4.chekpoint: {UNKNOWN}: is `checkpoint` meant"),
+        (f"{STEP}//groupsize", 64, f"candidates.int4.steps.0.groupsize: {UNKNOWN}: is `group_size` meant"),
         (
             f"{STEP}//num_grid_points",
             5,
             "candidates.int4.steps.0.num_grid_points: awq alone has it",
         ),
         (f"{STEP}//calibration//samples", 8, f"candidates.int4.steps.0.calibration.samples: {UNKNOWN}"),
-        ("serving//threads", 1, f"serving.threads: {UNKNOWN}"),
-        ("evals//workflows//turns", 8, f"evals.workflows.turns: {UNKNOWN}"),
+        ("serving//threads", 1, f"serving.threads: {UNKNOWN}: is `num_threads` meant"),
+        ("evals//workflows//turns", 8, f"evals.workflows.turns: {UNKNOWN}: is `max_turns` meant"),
         ("gate//beta", 0.1, f"gate.beta: {UNKNOWN}"),
         (
             "gate//tolerances//prose/perplexity_per_token//total",
@@ -528,13 +528,23 @@ def test_a_misspelt_section_is_reported_and_not_the_one_that_is_missing(name: st
 def test_a_misspelled_key_is_reported_and_not_the_one_it_stands_for() -> None:
     data = copy.deepcopy(VALID)
     data["products"]["agent"]["refrence"] = data["products"]["agent"].pop("reference")
-    assert refusal(data) == f"products.agent.refrence: {UNKNOWN}"
+    assert refusal(data) == f"products.agent.refrence: {UNKNOWN}: is `reference` meant"
+
+
+def test_what_may_not_stand_in_a_product_is_not_what_is_meant() -> None:
+    for key, meant in {"nam": "", "candidate": "", "reslease": ": is `release` meant"}.items():
+        assert refusal(edited(f"products//agent//{key}", {})) == f"products.agent.{key}: {UNKNOWN}{meant}"
+
+
+def test_a_misspelled_key_of_execution_is_reported_with_the_one_that_is_meant() -> None:
+    data = VALID | {"execution": {"kind": "ray", "num_worker": 2}}
+    assert refusal(data) == f"execution.num_worker: {UNKNOWN}: is `num_workers` meant"
 
 
 def test_a_candidate_may_be_called_like_a_kind() -> None:
     data = copy.deepcopy(VALID)
     data["candidates"]["awq"] = {"product": "agent", "checkpoint": "x", "step": []}
-    assert refusal(data) == f"candidates.awq.step: {UNKNOWN}"
+    assert refusal(data) == f"candidates.awq.step: {UNKNOWN}: is `steps` meant"
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ CALIBRATION = {"calibration_images": "evalsets/calibration"}
         pytest.param(steps({"dtype": "float16"}), f"{AT}.0: expected a key `kind`", id="no-kind"),
         pytest.param(
             steps(POLICY | {"rules": [RULE | {"dtpye": "x"}]}),
-            f"{AT}.0.rules.0.dtpye: unknown key",
+            f"{AT}.0.rules.0.dtpye: unknown key; remove it or correct its spelling: is `dtype` meant",
             id="unknown-key-of-a-rule",
         ),
         pytest.param(
