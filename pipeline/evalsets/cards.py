@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import EvalsetError, EvidenceError, describe_problem
-from pipeline.evalsets.cases import CASES_FILE, Bucket, Case, list_case_kinds, read_cases
+from pipeline.evalsets.cases import CASES_FILE, MADE_LIST, Bucket, Case, list_case_kinds, read_cases
 from pipeline.records.digests import canonical_json, digest_file, digest_json
 from pipeline.records.files import check_link, read_bounded
 from pipeline.records.record_files import Record
@@ -230,9 +230,16 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
     """Read the cases of a card's kind; raise EvalsetError with file and line."""
     path = folder / CASES_FILE
     if not path.is_file():
-        raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file")
+        remedy = "; make it by `python -m pipeline.running.made_files`" if _is_made(folder) else ""
+        raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file{remedy}")
     check_link(path, folder)
     return read_cases(path, card.kind)
+
+
+def _is_made(folder: Path) -> bool:
+    """Whether a script of the project makes files of an evalset."""
+    path = folder.parent / MADE_LIST
+    return path.is_file() and f"{folder.name}:" in path.read_text(encoding="utf-8").splitlines()
 
 
 def compute_seal(path: Path, cases: Collection[Case]) -> Seal:

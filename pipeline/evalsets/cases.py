@@ -24,6 +24,7 @@ from pipeline.records.files import line_of, open_bounded, read_lines
 from pipeline.records.record_files import Record, first_problem
 
 CASES_FILE = "cases.jsonl"
+MADE_LIST = "made.yaml"  # beside folders: how a script makes files of theirs (`pipeline/running/made_files.py`)
 PICTURE_DIGESTS = {"image": "sha256", "target": "target_sha256"}  # what names a picture: what holds its digest
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import EvalsetError, QuantgateError, SettingsError
-from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
+from pipeline.evalsets.cases import CASES_FILE, MADE_LIST, PICTURE_DIGESTS
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import read_lines, write_text
 from pipeline.running.environment import count_cores
@@ -41,7 +41,6 @@ from pipeline.settings.base import BUILD, Settings, describe_yaml_error
 from pipeline.settings.yaml_files import read_yaml
 
 PLACES = ("models", "evalsets")  # a model is made before another one is made from it: the order is that of the list
-LIST = "made.yaml"
 _LOCK = BUILD / "made.lock"
 _CHECKED = BUILD / "made.json"  # by folder, the digest of the list that its files were checked against
 _MAKING = ".making"  # beside the folders, so that a move stays on one disk
@@ -153,7 +152,7 @@ def read_folders(root: Path) -> Iterator[MadeFolder]:
         SettingsError: a list is malformed.
     """
     for place in PLACES:
-        path = root / place / LIST
+        path = root / place / MADE_LIST
         if not path.is_file():
             continue
         try:

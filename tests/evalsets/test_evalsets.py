@@ -304,7 +304,12 @@ def test_a_broken_schema_is_refused_with_its_tool(tmp_path: Path, schema: dict[s
 def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "e")
     (folder / "cases.jsonl").unlink()
-    assert refusal(folder) == "cases.jsonl: expected the cases of evalset 'mine', found no file"
+    missing = "cases.jsonl: expected the cases of evalset 'mine', found no file"
+    assert refusal(folder) == missing
+    (tmp_path / "made.yaml").write_text("other:\n  module: grow\n")
+    assert refusal(folder) == missing
+    (tmp_path / "made.yaml").write_text("other:\n  module: grow\n\ne:\n  module: grow\n")
+    assert refusal(folder) == f"{missing}; make it by `python -m pipeline.running.made_files`"
     (folder / "cases.jsonl").write_text("")
     assert refusal(folder) == "cases.jsonl: expected at least one case, found none"
     for content, said in (
