@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     )
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     for product in params.products.values():
-        warnings += KINDS[product.kind].check(product, Path(), machine)
+        warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())
     for line in warnings if WARNED not in os.environ else ():
         print(f"quantgate env: warning: {line}", file=sys.stderr)

@@ -23,21 +23,23 @@ from pipeline.settings.base import Product
 def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     """Check the gate of every product; warn of tolerances that can't be proven and need not be, and of example cases.
 
+    A warning names its product.
+
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
             last release, or a stage is frozen.
     """
-    warnings = []
+    warnings = list[str]()
     _check_frozen(root / "dvc.yaml")
     for product in products:
         evalsets = load_evalsets(product, root)
         check_cases(product, {name: evalset.digest for name, evalset in evalsets.items()}, root)
         with use_metrics(product.metrics):
-            warnings += check_plan(product, plan_product(product, evalsets, root))
+            warnings += map(product.name_in, check_plan(product, plan_product(product, evalsets, root)))
         try:
             check_own_cases(product, root)
         except SettingsError as error:
-            warnings.append(str(error))
+            warnings.append(product.name_in(str(error)))
     return warnings
 
 

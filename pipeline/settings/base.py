@@ -160,6 +160,10 @@ class Product(Settings):
         kept = {name: candidate for name, candidate in self.candidates.items() if name in names}
         return self.model_copy(update={"candidates": kept})
 
+    def name_in(self, line: str) -> str:
+        """Return a line about the product with its name before it, unless a path in its section begins the line."""
+        return line if line.startswith(f"products.{self.name}.") else f"{self.name}: {line}"
+
     def locate(self, key: str) -> str:
         """Return where a setting stands in params.yaml.
 

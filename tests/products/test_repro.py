@@ -123,11 +123,9 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     assert just_run in said
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_warnings_are_said_once_a_run(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stage `env` runs ahead of all work, and DVC runs it again."""
+@pytest.fixture
+def quiet_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stage `env` look at nothing and write nothing."""
     for name in ("make_missing", "prove_gpus", "list_texts", "write_if_changed", "digest_inputs", "read_libraries"):
         monkeypatch.setattr(env, name, lambda *_, **__: None)
     for name in ("list_held_gpus", "check_gates"):
@@ -135,12 +133,31 @@ def test_warnings_are_said_once_a_run(
     monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={}))
     monkeypatch.setattr(env, "read_machine", lambda: SimpleNamespace(model_dump=dict))
     monkeypatch.setattr(env, "list_gpu_problems", lambda *_: ["something"])
+    monkeypatch.delenv(WARNED, raising=False)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_warnings_are_said_once_a_run(
+    is_known: bool, quiet_env: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stage `env` runs ahead of all work, and DVC runs it again."""
     if is_known:
         monkeypatch.setenv(WARNED, "1")
-    else:
-        monkeypatch.delenv(WARNED, raising=False)
     assert env.main([]) == 0
     assert ("warning: something" in capsys.readouterr().err) is not is_known
+
+
+def test_a_warning_names_its_product(
+    quiet_env: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of all products come, whichever one was asked for."""
+    people = load_params(ROOT / "params.yaml").products["people"]
+    located = "products.people.evals.scenes: few"
+    monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={"people": people}))
+    monkeypatch.setattr(env, "KINDS", {"vision": SimpleNamespace(check=lambda *_: ["candidates: slow", located])})
+    assert env.main([]) == 0
+    said = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["something", "people: candidates: slow", located]
 
 
 def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:

@@ -94,7 +94,7 @@ def test_what_a_kind_starts_with_is_taken_by_all_checks(
     assert {name: own.kind for name, own in product.evals.items()} == evals
     with pytest.raises(SettingsError, match="expected cases of your own before a release") as caught:
         check_own_cases(product, Path())
-    assert check_gates([product], Path()) == [str(caught.value)], "a warning, as the run goes on to a verdict"
+    assert check_gates([product], Path()) == [f"bot: {caught.value}"], "a warning, as the run goes on to a verdict"
     changes = difflib.ndiff(before.splitlines(), Path("params.yaml").read_text().splitlines())
     assert not [line for line in changes if line.startswith("-")]
 
