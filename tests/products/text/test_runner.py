@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import EngineError, JournalError, RequestError
+from pipeline.errors import EngineError, EvidenceError, JournalError, RequestError
 from pipeline.evalsets.cases import DocumentCase
 from pipeline.products.text.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
 from pipeline.records.evaluations import CaseRecord
@@ -159,6 +159,23 @@ def test_a_full_disk_ends_the_eval_with_the_journals_line(tmp_path: Path) -> Non
 
     with pytest.raises(JournalError, match="No space left"):
         asyncio.run(run_cases(make_context(FullJournal()), CASES, judge))
+
+
+def test_a_watch_that_can_not_compare_ends_the_eval_with_its_line(tmp_path: Path) -> None:
+    """Edited cases are the user's to see to: no group of errors, and no traceback."""
+
+    async def judge(case: DocumentCase) -> CaseRecord:
+        return judged(case)
+
+    class Watch:
+        def rank(self, cluster: str) -> int:
+            return 0
+
+        def add(self, record: CaseRecord) -> None:
+            raise EvidenceError("asks something else")
+
+    with pytest.raises(EvidenceError, match="asks something else"):
+        run(tmp_path, judge, watch=Watch())
 
 
 def test_attachments_survive_a_restart(tmp_path: Path) -> None:

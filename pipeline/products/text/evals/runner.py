@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pipeline.errors import EngineError, HarmFound, JournalError, RequestError, SettingsError
+from pipeline.errors import EngineError, EvidenceError, HarmFound, JournalError, RequestError, SettingsError
 from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.failures import find_error
@@ -71,6 +71,7 @@ async def run_cases(
         EngineError: the server is dead, or fails case after case. Finished cases stay journaled.
         JournalError: a finished case can't be written.
         HarmFound: the context's watch has seen enough. Finished cases stay journaled.
+        EvidenceError: the watch can't compare a case with the reference's.
     """
     watch = context.watch
     records: dict[str, CaseRecord] = {}
@@ -104,10 +105,9 @@ async def run_cases(
             for _ in range(min(context.concurrency, len(waiting))):
                 group.create_task(work())
     except ExceptionGroup as group:
-        if (stopped := find_error(group, HarmFound)) is not None:
-            raise stopped from None
-        if (lost := find_error(group, JournalError)) is not None:
-            raise lost from None
+        for kind in (HarmFound, JournalError, EvidenceError):
+            if (ended := find_error(group, kind)) is not None:
+                raise ended from None
         if (died := find_error(group, EngineError)) is None:
             raise
         kept = sum(record.failure is None for record in records.values())
