@@ -34,9 +34,9 @@ from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.vae_range_fix import _replace_vae
 from pipeline.products.text.serving.engines.keeper import list_descendants
 from pipeline.records.digests import digest_file, digest_files
-from pipeline.records.evaluations import read_cases
+from pipeline.records.evaluations import Evaluation, read_cases
 from pipeline.records.medians import MedianInterval
-from pipeline.records.record_files import write_cases
+from pipeline.records.record_files import read_record, write_cases
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
 from pipeline.running.shards import Shard
@@ -310,7 +310,10 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_shards_make_the_records_and_pictures_of_one_run(project: Path) -> None:
+def test_shards_make_the_records_and_pictures_of_one_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that drew shards put the evaluation together: no other ones are started."""
+    from pipeline.products.images import evaluate
+
     product, build = make_product(["shots", "guided"]), project / "build"
     alone = [record.model_dump(exclude={"latency_s"}) for record in run(project, product, "shots")]
     folder = build / "evaluations/shots"
@@ -320,7 +323,9 @@ def test_shards_make_the_records_and_pictures_of_one_run(project: Path) -> None:
     with open_replica(candidate, product, root=project, build=build) as replica:
         for number in (2, 1):
             replica.run(Shard(number, 2))
-    merged = evaluate_images(candidate, product, root=project, build=build)
+        monkeypatch.setattr(evaluate, "start_renderers", "those that run are asked on")
+        replica.finish()
+    merged = read_record(folder / "evaluation.json", Evaluation)
     records = read_cases(folder / "shots.jsonl")
     assert [record.model_dump(exclude={"latency_s"}) for record in records] == alone
     assert digest_files(folder / "shots") == pictures

@@ -53,7 +53,14 @@ from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
 
 
-def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path) -> Evaluation:
+def evaluate_images(
+    candidate: ImageCandidate,
+    product: ImagesProduct,
+    *,
+    root: Path,
+    build: Path,
+    renderers: Mapping[str, Executor] | None = None,
+) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
     Args:
@@ -61,6 +68,7 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
         product: settings.
         root: project root, which paths of checkpoints and evalsets are relative to.
         build: folder of the product's results.
+        renderers: by eval, processes that have drawn prompts of it and go on running; others are started.
 
     Raises:
         CheckpointError: a pipeline or the CLIP can't be loaded.
@@ -76,7 +84,9 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
             judges = digest_judges(product, settings, root)
             key = digest_work(settings, evalset, judges)
             setup = RenderSetup(candidate, source, settings, root, judges)
-            with start_renderers(setup, product.resources.num_workers) as pool:
+            running = (renderers or {}).get(name)
+            starting = contextlib.nullcontext(running) if running else None
+            with starting or start_renderers(setup, product.resources.num_workers) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     again = choose_other_seeds(evalset.cases) if candidate.name == product.reference else []
@@ -128,8 +138,7 @@ def open_replica(
             return attempt.finish()
 
         def finish() -> None:
-            stack.close()  # an evaluation starts processes of its own
-            evaluate_images(candidate, product, root=root, build=build)
+            evaluate_images(candidate, product, root=root, build=build, renderers=pools)
 
         yield OpenReplica(draw, finish)
 
