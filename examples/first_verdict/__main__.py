@@ -2,16 +2,18 @@
 
     python -m examples.first_verdict
 
-A table for each eval and side: a case's name, its cluster, its buckets and its score. The reference, `agent`, is as it
-came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic texts.
+A table for each eval and side: a case's name, its cluster, those of its buckets that the agent tolerates losses in, and
+its score. The reference, `agent`, is as it came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic
+texts.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pipeline.products.params import load_params
 from pipeline.records.evaluations import CaseRecord, read_cases
 
 BUILD = Path("build/agent/evaluations")
@@ -22,19 +24,22 @@ SCORES = {"choices": "accuracy", "workflows": "completed"}  # of each eval: the 
 
 def main() -> None:
     """Write a folder for each side."""
+    tolerances = load_params().products["agent"].gate.tolerances.values()
+    gated = {bucket for tolerance in tolerances for bucket in tolerance.buckets}
     for side in SIDES:
         (HERE / side).mkdir(exist_ok=True)
         for name, score in SCORES.items():
-            write_table(HERE / side / f"{name}.csv", read_cases(BUILD / side / f"{name}.jsonl"), score)
+            write_table(HERE / side / f"{name}.csv", read_cases(BUILD / side / f"{name}.jsonl"), score, gated)
 
 
-def write_table(path: Path, records: Sequence[CaseRecord], score: str) -> None:
+def write_table(path: Path, records: Sequence[CaseRecord], score: str, gated: Collection[str]) -> None:
     """Write a case a line; whole numbers without a point, as most are 0 or 1."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["case_id", "cluster", "buckets", score])
         for record in records:
-            writer.writerow([record.case_id, record.cluster, ";".join(record.buckets), f"{record.scores[score]:g}"])
+            buckets = ";".join(bucket for bucket in record.buckets if bucket in gated)
+            writer.writerow([record.case_id, record.cluster, buckets, f"{record.scores[score]:g}"])
 
 
 if __name__ == "__main__":
