@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     for product in params.products.values():
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())
-    for line in warnings if WARNED not in os.environ else ():
+    for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     write_if_changed(ENV / "libraries.json", read_libraries())
     write_if_changed(ENV / "machine.json", machine.model_dump())

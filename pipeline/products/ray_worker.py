@@ -117,7 +117,7 @@ class Replica:
         for name, entries in earlier.items():
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
-        with self._name_driver_folder():
+        with self._name_driver_folder(), self._close_with_failure():
             if self._open is None:
                 self._open = self._stack.enter_context(self._do("open_replica"))
             return int(self._open.run(shard))
@@ -154,7 +154,7 @@ class Replica:
         home = f"{self._order.build}/shards/{self._order.candidate}/"
         for path in files:
             receive(folder / path.removeprefix(home), partial(_ask, server, path))
-        with self._name_driver_folder():
+        with self._name_driver_folder(), self._close_with_failure():
             if self._open is None:
                 self._do("evaluate")
             else:
@@ -181,6 +181,16 @@ class Replica:
             yield
         except Exception as error:
             error.args = tuple(str(part).replace(str(self._build), self._order.build) for part in error.args)
+            raise
+
+    @contextlib.contextmanager
+    def _close_with_failure(self) -> Iterator[None]:
+        """Close what the candidate's kind opened with an error of its work: the kind knows what a dead process means."""
+        try:
+            yield
+        except Exception as error:
+            opened, self._stack, self._open = self._stack, contextlib.ExitStack(), None
+            opened.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _do(self, method: str) -> Any:

@@ -172,6 +172,8 @@ def read_folders(root: Path) -> Iterator[MadeFolder]:
 
 def _read_pictures(cases: Path) -> dict[str, str]:
     """Return the digests of the pictures that cases name."""
+    if not cases.is_file():
+        raise EvalsetError(f"{cases}: expected cases, which name the pictures to make, found no file; take it from git")
     digests: dict[str, str] = {}
     for number, line in enumerate(read_lines(cases), start=1):
         try:

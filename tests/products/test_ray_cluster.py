@@ -5,9 +5,11 @@ On real nodes, with real faults: `python -m benchmarks.ray_faults`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +271,31 @@ def test_a_replica_sends_whole_entries_from_where_the_driver_is(tmp_path: Path) 
     with entries.open("ab") as file:
         file.write(b" no more\n")
     assert replica.read_new({calls: 4, empty: 0}) == [(calls, 4, b"3 torn no more\n")]
+
+
+def test_a_process_that_dies_in_a_replica_is_its_kinds_own_line_and_the_next_shard_starts_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came to the driver raw, who took it for a bug and ended the run with a traceback."""
+    starts = []
+
+    @contextlib.contextmanager
+    def open_replica() -> Iterator[Any]:
+        starts.append(len(starts))
+        try:
+            yield SimpleNamespace(run=die if starts == [0] else lambda shard: 7)
+        except BrokenProcessPool:
+            raise EngineError("shots: a process that draws died") from None
+
+    def die(shard: Any) -> int:
+        raise BrokenProcessPool("A child process terminated abruptly")
+
+    replica = Replica()
+    replica._order, replica._build = Order("shots", "build/shots", {}), tmp_path
+    monkeypatch.setattr(replica, "_do", lambda method: open_replica())
+    with pytest.raises(EngineError, match=r"^shots: a process that draws died$"):
+        replica.run(1, 2, {})
+    assert replica.run(2, 2, {}) == 7 and starts == [0, 1]
 
 
 def test_a_node_is_sent_what_a_candidate_needs_and_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,3 +261,11 @@ def test_a_damaged_case_is_told_with_file_and_line(root: Path, line: str) -> Non
     with pytest.raises(EvalsetError) as caught:
         list_made_files(root)
     assert str(caught.value).startswith(f"{folder / 'cases.jsonl'}:2: expected a case with its pictures")
+
+
+def test_cases_that_name_what_to_make_and_are_gone_are_one_line(root: Path) -> None:
+    folder = root / "evalsets/scenes"
+    folder.mkdir(parents=True)
+    (root / "evalsets/made.yaml").write_text("scenes: {module: evalsets.make, files: cases.jsonl}\n")
+    with pytest.raises(EvalsetError, match=r"scenes/cases\.jsonl: expected cases, .*found no file; take it from git"):
+        make_missing(root)
