@@ -185,7 +185,7 @@ class Replica:
 
     @contextlib.contextmanager
     def _close_with_failure(self) -> Iterator[None]:
-        """Close what the candidate's kind opened with an error of its work: the kind knows what a dead process means."""
+        """Close what the candidate's kind opened with an error of its work: it knows what a dead process means."""
         try:
             yield
         except Exception as error:

@@ -277,7 +277,7 @@ def test_a_process_that_dies_in_a_replica_is_its_kinds_own_line_and_the_next_sha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It came to the driver raw, who took it for a bug and ended the run with a traceback."""
-    starts = []
+    starts = list[int]()
 
     @contextlib.contextmanager
     def open_replica() -> Iterator[Any]:
