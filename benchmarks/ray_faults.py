@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pipeline.products.params import find_owner, load_params
 from pipeline.settings.base import Product
 
@@ -145,6 +147,16 @@ def kill_worker(trial: Trial) -> int:
         trial.start()
         trial.wait_for_entries()
         os.kill(list_replicas()[0], signal.SIGKILL)
+        return trial.finish()
+
+
+def kill_child(trial: Trial) -> int:
+    """Kill the largest process that works for a replica."""
+    with trial.start_cluster():
+        trial.start()
+        trial.wait_for_entries()
+        children = psutil.Process(list_replicas()[0]).children()
+        max(children, key=lambda child: int(child.memory_info().rss)).kill()
         return trial.finish()
 
 
@@ -294,6 +306,7 @@ FAULTS: dict[str, Callable[[Trial], int]] = {
     "none": run_nothing,
     "apart": stand_apart,
     "worker": kill_worker,
+    "child": kill_child,
     "node": remove_node,
     "driver": kill_driver,
     "slow": slow_node,
