@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.check_resume import list_children
 from pipeline.products.params import find_owner, load_params
 from pipeline.settings.base import Product
 
@@ -134,6 +133,11 @@ def list_replicas() -> list[int]:
     return found
 
 
+def count_pages(pid: int) -> int:
+    """Return the pages that a process has in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
 def run_nothing(trial: Trial) -> int:
     """Let it run without a fault."""
     with trial.start_cluster():
@@ -155,8 +159,7 @@ def kill_child(trial: Trial) -> int:
     with trial.start_cluster():
         trial.start()
         trial.wait_for_entries()
-        children = psutil.Process(list_replicas()[0]).children()
-        max(children, key=lambda child: int(child.memory_info().rss)).kill()
+        os.kill(max(list_children(list_replicas()[0]), key=count_pages), signal.SIGKILL)
         return trial.finish()
 
 
