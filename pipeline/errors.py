@@ -23,6 +23,8 @@ into such words here, for all of them.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "keys with values",
     "model_type": "keys with values",
+    "model_attributes_type": "keys with values",
     "literal_error": "{expected}",
     "union_tag_invalid": "one of the kinds {expected_tags}",
     "union_tag_not_found": "a key `kind`",
@@ -55,6 +58,7 @@ _EXPECTED = {
     "too_short": "{min_length} or more entries",
 }
 _MAX_SHOWN = 80  # characters of a wrong value
+_NEAR = 0.7  # similarity of two words of which one may be the other, misspelled: 1 is equal
 
 
 class QuantgateError(Exception):
@@ -121,6 +125,12 @@ def show_value(value: object) -> str:
     """Return a wrong value as Python writes it, cut to what a line has room for."""
     shown = repr(value)
     return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+
+
+def suggest(word: object, known: Iterable[str]) -> str:
+    """Ask whether the known word that is nearest to an unknown one is meant; "" where none is near."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_NEAR)
+    return f"is `{near[0]}` meant" if near else ""
 
 
 def describe_problem(problem: ErrorDetails) -> str:

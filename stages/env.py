@@ -12,6 +12,7 @@ from pipeline.products.inputs import WARNED, digest_inputs
 from pipeline.products.params import list_texts, load_params
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
+from pipeline.running.importing import list_bytecode_problems
 from pipeline.running.made_files import make_missing
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     make_missing(
         Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr), named_in=list_texts(params)
     )
-    warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
+    warnings = list_bytecode_problems() + list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     for product in params.products.values():
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())

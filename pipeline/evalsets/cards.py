@@ -19,7 +19,7 @@ The last two name picture files of the folder; `pictures.py` reads and checks th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -34,7 +34,7 @@ from pipeline.records.digests import canonical_json, digest_file, digest_json
 from pipeline.records.files import check_link, read_bounded
 from pipeline.records.record_files import Record
 from pipeline.settings.base import describe_yaml_error
-from pipeline.settings.yaml_files import parse_yaml
+from pipeline.settings.yaml_files import parse_yaml, read_yaml
 
 CARD_FILE = "card.yaml"
 NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
@@ -230,16 +230,18 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
     """Read the cases of a card's kind; raise EvalsetError with file and line."""
     path = folder / CASES_FILE
     if not path.is_file():
-        remedy = "; make it by `python -m pipeline.running.made_files`" if _is_made(folder) else ""
+        remedy = "; make it by `python -m pipeline.running.made_files`" if _are_made(folder) else ""
         raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file{remedy}")
     check_link(path, folder)
     return read_cases(path, card.kind)
 
 
-def _is_made(folder: Path) -> bool:
-    """Whether a script of the project makes files of an evalset."""
+def _are_made(folder: Path) -> bool:
+    """Whether a script of the project makes the cases of an evalset, and not just files that they name."""
     path = folder.parent / MADE_LIST
-    return path.is_file() and f"{folder.name}:" in path.read_text(encoding="utf-8").splitlines()
+    recipes = read_yaml(path) if path.is_file() else {}
+    files = recipes.get(folder.name, {}).get("files")
+    return isinstance(files, Mapping) and CASES_FILE in files
 
 
 def compute_seal(path: Path, cases: Collection[Case]) -> Seal:

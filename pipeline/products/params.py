@@ -7,25 +7,21 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import SettingsError, describe_problem, show_value
+from pipeline.errors import SettingsError, describe_problem, show_value, suggest
 from pipeline.products import KINDS
 from pipeline.running.environment import count_workers
 from pipeline.settings.base import Product, describe_yaml_error
 from pipeline.settings.execution import Execution, LocalExecution, RayExecution
 from pipeline.settings.yaml_files import read_yaml
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 P = TypeVar("P", bound=Product)
 
@@ -204,17 +200,16 @@ def _parse_execution(section: Any) -> LocalExecution | RayExecution:
     try:
         return _EXECUTION.validate_python({"kind": "local"} if section is None else section)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(["execution", *_drop_tags(problem["loc"], section)])
-        raise SettingsError(f"{where}: {_describe(problem, _EXECUTION.json_schema())}") from None
+        raise SettingsError(
+            _one_line(error, section, _EXECUTION.json_schema(), lambda keys: ["execution", *keys])
+        ) from None
 
 
 def _read_sections(data: Any) -> dict[str, Any]:
     sections: dict[str, Any] = {}
     for key in data if isinstance(data, Mapping) else ():
         if key not in _SECTIONS:
-            near = difflib.get_close_matches(str(key), _SECTIONS, n=1)
-            remedy = f"is `{near[0]}` meant" if near else "remove it, or move it into a product"
+            remedy = suggest(key, _SECTIONS) or "remove it, or move it into a product"
             raise SettingsError(f"{key}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}")
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
@@ -231,13 +226,20 @@ def _format_value(value: Any) -> str:
     return "found none" if value in (None, {}, "") else f"got {show_value(value)}"
 
 
+def _format_entry(key: str, section: Any) -> str:
+    """Say what a section has under a key, or under one that may be the key misspelt."""
+    entries = section if isinstance(section, Mapping) else {}
+    misspelt = [f", but `{other}`" for other in entries if key not in entries and suggest(other, [key])]
+    return _format_value(entries.get(key)) + "".join(misspelt[:1])
+
+
 def _check_section(name: str, section: Any) -> None:
     where = f"products.{name}"
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes, and not {_RESERVED[0]!r}")
     kind = section.get("kind") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_format_value(kind)}")
+        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_format_entry('kind', section)}")
     for key in _OWN_KEYS:
         if key in section:
             raise SettingsError(f"{where}.{key}: unknown key; candidates stand in `candidates`, and name their product")
@@ -249,7 +251,9 @@ def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
         raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes")
     owner = candidate.get("product") if isinstance(candidate, Mapping) else None
     if not isinstance(owner, str) or owner not in owned:
-        raise SettingsError(f"{where}.product: expected one of {', '.join(owned)}, {_format_value(owner)}")
+        raise SettingsError(
+            f"{where}.product: expected one of {', '.join(owned)}, {_format_entry('product', candidate)}"
+        )
     return owner
 
 
@@ -258,31 +262,35 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
         raise SettingsError(f"products.{name}: expected a candidate that names it as its product, found none")
     settings = KINDS[section["kind"]].settings
     data = {**section, "name": name, "candidates": candidates}
-    if "resources" in settings.model_fields and isinstance(resources := section.get("resources", {}), Mapping):
-        data["resources"] = {settings.workers_key: num_workers, **resources}
+    resources = section.get("resources", {})
+    chosen = {}
+    if "resources" in settings.model_fields and isinstance(resources, Mapping):
+        chosen = {"resources": {settings.workers_key: num_workers, **resources}}
     try:
-        return settings.model_validate(data)
+        return settings.model_validate(data | chosen)
     except ValidationError as error:
-        raise SettingsError(_one_line(error, name, data, settings.model_json_schema())) from None
+
+        def locate(keys: list[Any]) -> list[Any]:
+            return keys if keys[:1] == ["candidates"] else ["products", name, *keys]
+
+        raise SettingsError(_one_line(error, data, settings.model_json_schema(), locate)) from None
 
 
-def _one_line(error: ValidationError, product: str, data: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+def _one_line(
+    error: ValidationError, data: Any, schema: Mapping[str, Any], locate: Callable[[list[Any]], list[Any]]
+) -> str:
+    """Say where the problem is, what was expected and what came; of an unknown key also which one may be meant."""
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     keys = list(_drop_tags(problem["loc"], data))
-    where = keys if keys[:1] == ["candidates"] else ["products", product, *keys]
-    return f"{'.'.join(where)}: {_describe(problem, schema)}"
-
-
-def _describe(problem: ErrorDetails, schema: Mapping[str, Any]) -> str:
-    """Say what was expected and what came; of an unknown key also which one may be meant."""
-    said = describe_problem(problem)
+    where, said = ".".join(map(str, locate(keys))), describe_problem(problem)
     if problem["type"] != "extra_forbidden":
-        return said
+        return f"{where}: {said}"
     *above, key = problem["loc"]
-    near = difflib.get_close_matches(str(key), _list_keys(schema, above), n=1)
-    return f"{said}: is `{near[0]}` meant" if near else said
+    if owners := [f"`{section}`" for section in schema.get("properties", {}) if key in _list_keys(schema, [section])]:
+        return f"{where}: unknown key here; one of this name stands in {' and in '.join(owners)}"
+    return ": ".join(filter(None, (where, said, suggest(key, _list_keys(schema, above)))))
 
 
 def _list_keys(schema: Mapping[str, Any], path: Sequence[str | int]) -> list[str]:
@@ -303,13 +311,15 @@ def _list_keys(schema: Mapping[str, Any], path: Sequence[str | int]) -> list[str
     return [key for key in place.get("properties", {}) if path or key not in _OWN_KEYS]
 
 
-def _drop_tags(loc: Sequence[str | int], data: Any) -> Iterator[str]:
-    """Yield the keys of a path without the level that pydantic adds for the `kind` of an entry: the file has none."""
+def _drop_tags(loc: Sequence[Any], data: Any) -> Iterator[Any]:
+    """Yield the keys of a path without pydantic's own levels: the `kind` of an entry, and the type of a value."""
     for part in loc:
         if isinstance(data, Mapping) and data.get("kind") == part and part not in data:
             continue
-        yield str(part)
+        if not isinstance(data, Mapping | list | None):
+            return
+        yield part
         try:
-            data = data[part]
+            data = data[part]  # type: ignore[index]  # None has nothing
         except (KeyError, IndexError, TypeError):
             data = None

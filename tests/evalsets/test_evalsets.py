@@ -306,9 +306,10 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     (folder / "cases.jsonl").unlink()
     missing = "cases.jsonl: expected the cases of evalset 'mine', found no file"
     assert refusal(folder) == missing
-    (tmp_path / "made.yaml").write_text("other:\n  module: grow\n")
-    assert refusal(folder) == missing
-    (tmp_path / "made.yaml").write_text("other:\n  module: grow\n\ne:\n  module: grow\n")
+    for name, files in (("other", {"cases.jsonl": "0"}), ("e", "cases.jsonl"), ("e", {"images/1.png": "0"})):
+        (tmp_path / "made.yaml").write_text(json.dumps({name: {"module": "grow", "files": files}}))
+        assert refusal(folder) == missing
+    (tmp_path / "made.yaml").write_text(json.dumps({"e": {"module": "grow", "files": {"cases.jsonl": "0"}}}))
     assert refusal(folder) == f"{missing}; make it by `python -m pipeline.running.made_files`"
     (folder / "cases.jsonl").write_text("")
     assert refusal(folder) == "cases.jsonl: expected at least one case, found none"

@@ -633,7 +633,7 @@ def rewrite(path: str, **changes: Any) -> Damage:
         ),
         pytest.param(
             rewrite("scheduler/scheduler_config.json", thresholdin=True),
-            "did you mean 'thresholding'?",
+            "is `thresholding` meant",
             id="scheduler-option-misspelt",
         ),
         pytest.param(

@@ -385,7 +385,7 @@ def test_a_speculative_step_reads_the_key_of_released_settings() -> None:
     assert SpeculativeStep.model_validate(old) == SpeculativeStep.model_validate(DRAFT)
     both = DRAFT | {"num_tokens": 5}
     assert refusal(edited("candidates//int4//steps", [both])).startswith(
-        f"candidates.int4.steps.0.num_tokens: {UNKNOWN}"
+        "candidates.int4.steps.0.num_tokens: unknown key here"
     )
 
 
@@ -495,7 +495,7 @@ NAME = "a name is lower-case letters, digits and dashes"
         ("candidates//int4//product", ["agent"], "candidates.int4.product: expected one of agent, got ['agent']"),
         ("candidates//int4//product", "text", "candidates.int4.product: expected one of agent, got 'text'"),
         # what is neither
-        ("products//agent//serving//num_servers", 1, f"products.agent.serving.num_servers: {UNKNOWN}"),
+        ("products//agent//serving//num_servers", 1, "products.agent.serving.num_servers: unknown key here"),
         ("products//agent//sampling", {}, f"products.agent.sampling: {UNKNOWN}"),
     ],
 )
@@ -539,6 +539,44 @@ def test_what_may_not_stand_in_a_product_is_not_what_is_meant() -> None:
 def test_a_misspelled_key_of_execution_is_reported_with_the_one_that_is_meant() -> None:
     data = VALID | {"execution": {"kind": "ray", "num_worker": 2}}
     assert refusal(data) == f"execution.num_worker: {UNKNOWN}: is `num_workers` meant"
+
+
+def test_an_unknown_key_of_execution_is_reported_before_a_wrong_value() -> None:
+    data = VALID | {"execution": {"kind": "local", "num_workers": "two", "addres": "auto"}}
+    assert refusal(data) == f"execution.addres: {UNKNOWN}"
+
+
+def test_a_wrong_value_is_named_by_the_path_that_the_file_has() -> None:
+    """Pydantic's path goes on with the types that a value may have."""
+    data = VALID | {"execution": {"kind": "local", "num_workers": "two"}}
+    assert refusal(data) == "execution.num_workers: expected 'auto', got 'two'"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "owner"),
+    [
+        ("serving//num_servers", 2, "`resources`"),
+        ("evals//workflows//max_tokens", 8, "`serving`"),
+        ("candidates//int4//dtype", "float16", "`serving`"),
+        ("canary//num_threads", 1, "`optimize` and in `serving`"),
+    ],
+)
+def test_a_key_of_another_section_is_sent_there(key: str, value: Any, owner: str) -> None:
+    """The nearest key of its own section would be another setting: `num_threads` for `num_servers`."""
+    said = refusal(edited(key, value))
+    assert said.endswith(f"{key.replace('//', '.')}: unknown key here; one of this name stands in {owner}")
+
+
+@pytest.mark.parametrize(("section", "key", "came"), [("products", "kind", "knd"), ("candidates", "product", "prodct")])
+def test_a_misspelt_key_that_must_be_there_is_named(section: str, key: str, came: str) -> None:
+    data = copy.deepcopy(VALID)
+    entry = next(iter(data[section].values()))
+    entry[came] = entry.pop(key)
+    assert refusal(data).endswith(f", found none, but `{came}`")
+
+
+def test_a_list_where_keys_belong_is_said_in_our_words() -> None:
+    assert refusal(edited("evals//workflows", ["x"])).endswith("evals.workflows: expected keys with values, got ['x']")
 
 
 def test_a_candidate_may_be_called_like_a_kind() -> None:

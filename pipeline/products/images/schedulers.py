@@ -7,14 +7,13 @@ purpose, so that one can be swapped for another and back. A name that no schedul
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, suggest
 
 
 def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
@@ -32,10 +31,9 @@ def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
         )
     for option in config:
         if option not in options and not option.startswith("_") and option not in _read_all_options():
-            near = difflib.get_close_matches(option, options, n=1)
             raise CheckpointError(
-                f"{path}: {option}: expected an option of {name}, which would ignore this one"
-                f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}"
+                f"{path}: {option}: expected an option of {name}, which would ignore this one; "
+                f"{suggest(option, options) or 'remove it'}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, EngineError, RequestError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.products.text.evals import perplexity
+from pipeline.products.text.evals import endpoint_lm, perplexity
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.endpoint_lm import EndpointLM
 from pipeline.products.text.evals.framing import read_frame
@@ -156,6 +157,31 @@ def test_lm_eval_s_requests_are_answered_behind_one_bos(setup: Setup, tmp_path: 
         whole = setup.plain((context + answer).removeprefix(BOS))
         expected = sum_last(setup.client.model, (head + whole)[-CONTEXT - 1 :], len(whole) - len(question))
         assert abs(-value - expected) < MAX_DIFFERENCE_NATS * len(whole), (context, answer)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (EngineError("gone"), "gone; e: 2 of 6 requests are finished and kept, run `dvc repro` to go on"),
+        (RequestError("refused"), "refused"),
+    ],
+)
+def test_an_endpoint_that_dies_is_told_with_what_is_kept(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError, said: str
+) -> None:
+    monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
+    monkeypatch.setattr(endpoint_lm, "CHUNKS_AT_ONCE", 1)
+    score, calls = setup.client.score, itertools.count()
+
+    async def die(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+        if next(calls):
+            raise error
+        return await score(batch, top_logprobs=top_logprobs)
+
+    monkeypatch.setattr(setup.client, "score", die)
+    with pytest.raises(type(error)) as caught:
+        ask(setup, tmp_path, "loglikelihood", PAIRS)
+    assert str(caught.value) == said
 
 
 def test_lm_eval_s_rolling_requests_are_those_of_perplexity(setup: Setup, tmp_path: Path) -> None:

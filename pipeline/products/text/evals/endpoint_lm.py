@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
+from pipeline.errors import EngineError
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.evals.generation import (
@@ -26,6 +27,7 @@ from pipeline.products.text.evals.generation import (
     read_question,
 )
 from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.serving.failures import say_kept
 from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
 
@@ -114,9 +116,12 @@ class EndpointLM(LM):
                     for i, answer in zip(chunk, answers.result(), strict=True):
                         if not journal.holds(keys[i]):
                             journal.add_text(keys[i], json.dumps(answer))
+                    num_kept += len(chunk)
                     progress.advance(len(chunk))
-            except BaseException:
+            except BaseException as error:
                 pool.shutdown(wait=False, cancel_futures=True)
+                if type(error) is EngineError:  # and not of one request, which is refused again
+                    raise say_kept(error, self._context.name, num_kept, num_requests, "requests") from None
                 raise
         return [unasked if (text := journal.find_text(key)) is None else json.loads(text) for key in keys]
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from pipeline.errors import EngineError, EvidenceError, HarmFound, JournalError, RequestError, SettingsError
 from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.serving.failures import find_error
+from pipeline.products.text.serving.failures import find_error, say_kept
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.progress import Progress
 
@@ -111,9 +111,7 @@ async def run_cases(
         if (died := find_error(group, EngineError)) is None:
             raise
         kept = sum(record.failure is None for record in records.values())
-        raise EngineError(
-            f"{died}; {context.name}: {kept} of {len(cases)} cases are finished and kept, run `dvc repro` to go on"
-        ) from None
+        raise say_kept(died, context.name, kept, len(cases)) from None
     return [records[case.id] for case in cases]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from pipeline.errors import EngineError
+
 E = TypeVar("E", bound=Exception)
 
 
@@ -18,3 +20,10 @@ def find_error(group: BaseExceptionGroup[BaseException], kind: type[E]) -> E | N
         if isinstance(cause, kind):
             return cause
     return None
+
+
+def say_kept(died: EngineError, eval_name: str, num_kept: int, total: int, unit: str = "cases") -> EngineError:
+    """Return the error of an endpoint that died during an eval, with what is kept and how it goes on."""
+    return EngineError(
+        f"{died}; {eval_name}: {num_kept} of {total} {unit} are finished and kept, run `dvc repro` to go on"
+    )
