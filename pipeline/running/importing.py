@@ -29,7 +29,7 @@ def pause_collection() -> Iterator[None]:
             gc.enable()
 
 
-def list_bytecode_problems(library: str = "torch") -> list[str]:
+def list_bytecode_problems(library: str = "numpy") -> list[str]:
     """Say that every process compiles the libraries anew: they came without bytecode, and Python may keep none.
 
     Containers often set PYTHONDONTWRITEBYTECODE, or hold libraries that only root may write to.
