@@ -1,25 +1,32 @@
 """What does Ray cost against local workers on the same cores?
 
-    python -m benchmarks.ray_overhead CANDIDATE [--workers 2] [--rounds 2]
+    python -m benchmarks.ray_overhead CANDIDATE [--workers 2] [--rounds 2] [--workflows N]
 
 Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is built (`python -m stages.optimize`). In
 copies of it the candidate is evaluated anew by workers of this machine, and by as many replicas on a cluster of one
 machine with nodes of one core each; in turns, so that a busy machine is busy for both. Prints a row of Markdown a
 round: the seconds of the stage, and whether the records are equal without latencies. The cluster is started before.
+`--workflows` draws so many for the copies, instead of those that ship: what Ray costs once shows less in a longer run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 from benchmarks.ray_faults import NOT_COPIED, ROOT, Trial, read_records
+from evalsets.make.shipped import make_workflows
+from evalsets.seal import seal
+from pipeline.evalsets.cases import CASES_FILE
 from pipeline.products.params import find_owner, load_params
+from pipeline.records.files import write_text
 from pipeline.settings.base import Product
 
 
@@ -33,6 +40,13 @@ def run_on_ray(trial: Trial) -> float:
     """Evaluate by replicas; return seconds."""
     with trial.start_cluster():
         return time_stage(trial)
+
+
+def draw_workflows(folder: Path, num: int) -> None:
+    """Write workflows for an evalset's, drawn as those that ship: three of a depot."""
+    cases = make_workflows(Random("ray_overhead"), num_depots=num // 3)
+    write_text(folder / CASES_FILE, "".join(json.dumps(case) + "\n" for case in cases))
+    seal(folder)
 
 
 def time_stage(trial: Trial) -> float:
@@ -54,6 +68,7 @@ def main() -> None:
     parser.add_argument("candidate")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workflows", type=int, help="as many, drawn for this run; else those that ship")
     options = parser.parse_args()
     product = find_owner(load_params(), options.candidate, kind=Product).name
     ways: tuple[Callable[[Trial], float], ...] = (run_here, run_on_ray)
@@ -66,6 +81,8 @@ def main() -> None:
                 folder = Path(temporary) / "project"
                 shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
                 shutil.rmtree(folder / "build" / product / "evaluations", ignore_errors=True)
+                if options.workflows:
+                    draw_workflows(folder / "evalsets" / "workflows", options.workflows)
                 times.append(way(Trial(folder, product, options.candidate, options.workers)))
                 records.append(read_records(folder / "build" / product / "evaluations" / options.candidate))
         ratios.append(times[1] / times[0])

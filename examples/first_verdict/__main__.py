@@ -2,8 +2,8 @@
 
     python -m examples.first_verdict
 
-A table for each eval and side: a case's name, its cluster, those of its buckets that the agent tolerates losses in, and
-its score. The reference, `agent`, is as it came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic
+A table for each eval and side: a case's name, its score, and where they say something its cluster and those of its
+buckets that the agent tolerates losses in. The reference, `agent`, is as it came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic
 texts.
 """
 
@@ -34,12 +34,20 @@ def main() -> None:
 
 def write_table(path: Path, records: Sequence[CaseRecord], score: str, gated: Collection[str]) -> None:
     """Write a case a line; whole numbers without a point, as most are 0 or 1."""
+    columns = {
+        "case_id": [record.case_id for record in records],
+        "cluster": [record.cluster for record in records],
+        "buckets": [";".join(bucket for bucket in record.buckets if bucket in gated) for record in records],
+        score: [f"{record.scores[score]:g}" for record in records],
+    }
+    if columns["cluster"] == columns["case_id"]:
+        del columns["cluster"]
+    if not any(columns["buckets"]):
+        del columns["buckets"]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["case_id", "cluster", "buckets", score])
-        for record in records:
-            buckets = ";".join(bucket for bucket in record.buckets if bucket in gated)
-            writer.writerow([record.case_id, record.cluster, buckets, f"{record.scores[score]:g}"])
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
 
 
 if __name__ == "__main__":
