@@ -3,8 +3,8 @@
     python -m examples.first_verdict
 
 A table for each eval and side: a case's name, its score, and where they say something its cluster and those of its
-buckets that the agent tolerates losses in. The reference, `agent`, is as it came, the candidate `gptq-short`: INT4 by GPTQ, calibrated on short generic
-texts.
+buckets that the agent tolerates losses in. The reference, `agent`, is as it came, the candidate `gptq-short`: INT4 by
+GPTQ, calibrated on short generic texts.
 """
 
 from __future__ import annotations
