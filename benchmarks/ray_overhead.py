@@ -43,7 +43,7 @@ def run_on_ray(trial: Trial) -> float:
 
 
 def draw_workflows(folder: Path, num: int) -> None:
-    """Write workflows for an evalset's, drawn as those that ship: three of a depot."""
+    """Write workflows in place of an evalset's, drawn as those that ship: three of a depot, whole depots alone."""
     cases = make_workflows(Random("ray_overhead"), num_depots=num // 3)
     write_text(folder / CASES_FILE, "".join(json.dumps(case) + "\n" for case in cases))
     seal(folder)
@@ -68,9 +68,12 @@ def main() -> None:
     parser.add_argument("candidate")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--workflows", type=int, help="as many, drawn for this run; else those that ship")
+    parser.add_argument("--workflows", type=int, help="drawn for this run, three of a depot; else those that ship")
     options = parser.parse_args()
-    product = find_owner(load_params(), options.candidate, kind=Product).name
+    owner = find_owner(load_params(), options.candidate, kind=Product)
+    product = owner.name
+    if options.workflows is not None and (options.workflows < 3 or "workflows" not in owner.evals):
+        parser.error("--workflows: expected 3 or more, and a candidate with an eval of that name")
     ways: tuple[Callable[[Trial], float], ...] = (run_here, run_on_ray)
     print("| round | workers, s | Ray, s | ratio | records |\n|---:|---:|---:|---:|---|", flush=True)
     ratios = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ def main(argv: list[str]) -> int:
     make_missing(
         Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr), named_in=list_texts(params)
     )
-    warnings = list_bytecode_problems() + list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
+    warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
+    with contextlib.suppress(OSError):  # where bytecode may not even be looked for, Python goes on without it
+        warnings += list_bytecode_problems()
     for product in params.products.values():
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())

@@ -172,6 +172,16 @@ def test_what_the_system_refuses_is_one_line_too(
     assert "build" in line and "finished work is kept, run `dvc repro` to go on" in line
 
 
+def test_a_place_for_bytecode_that_can_t_be_looked_at_stops_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python itself goes on without; what is told is what is wrong."""
+    cut_weights()
+    monkeypatch.setattr(sys, "pycache_prefix", f"/tmp/{'x' * 300}")
+    code, line = run(stages.env, monkeypatch, capsys)
+    assert code == 1 and "model.safetensors: its header promises" in line
+
+
 # An endpoint of vLLM's kind, and the ways in which one goes wrong.
 
 
