@@ -6,7 +6,8 @@ Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is bu
 copies of it the candidate is evaluated anew by workers of this machine, and by as many replicas on a cluster of one
 machine with nodes of one core each; in turns, so that a busy machine is busy for both. Prints a row of Markdown a
 round: the seconds of the stage, and whether the records are equal without latencies. The cluster is started before.
-`--workflows` draws so many for the copies, instead of those that ship: what Ray costs once shows less in a longer run.
+`--workflows` draws so many for the copies, instead of those that ship: a longer run tells what Ray costs once from what
+each shard costs.
 """
 
 from __future__ import annotations
