@@ -46,6 +46,7 @@ _EXPECTED = {
     "dict_type": "keys with values",
     "model_type": "keys with values",
     "model_attributes_type": "keys with values",
+    "invalid_key": "text as a key",
     "literal_error": "{expected}",
     "union_tag_invalid": "one of the kinds {expected_tags}",
     "union_tag_not_found": "a key `kind`",
@@ -133,11 +134,17 @@ def suggest(word: object, known: Iterable[str]) -> str:
     return f"is `{near[0]}` meant" if near else ""
 
 
-def describe_problem(problem: ErrorDetails) -> str:
-    """Say what was expected and what came; an error of a type that is not in the table keeps pydantic's words."""
+def describe_problem(problem: ErrorDetails, *others: ErrorDetails) -> str:
+    """Say what was expected and what came; an error of a type that is not in the table keeps pydantic's words.
+
+    Args:
+        problem: pydantic's.
+        others: of the same value, where it may be of several types.
+    """
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key; remove it or correct its spelling"
     came = show_value(context["tag"] if kind == "union_tag_invalid" else problem["input"])
-    expected = f"expected {_EXPECTED[kind].format(**context)}" if kind in _EXPECTED else problem["msg"]
+    known = [_EXPECTED[p["type"]].format(**p.get("ctx", {})) for p in (problem, *others) if p["type"] in _EXPECTED]
+    expected = f"expected {' or '.join(dict.fromkeys(known))}" if kind in _EXPECTED else problem["msg"]
     return f"{expected}, found none" if kind == "missing" else f"{expected}, got {came}"

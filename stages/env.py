@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
 from pipeline.products.inputs import WARNED, digest_inputs
 from pipeline.products.params import list_texts, load_params
+from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
-from pipeline.running.importing import list_bytecode_problems
 from pipeline.running.made_files import make_missing
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
@@ -26,8 +25,7 @@ def main(argv: list[str]) -> int:
         Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr), named_in=list_texts(params)
     )
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
-    with contextlib.suppress(OSError):  # where bytecode may not even be looked for, Python goes on without it
-        warnings += list_bytecode_problems()
+    warnings += list_bytecode_problems()
     for product in params.products.values():
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())

@@ -238,9 +238,10 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
 
 def _are_made(folder: Path) -> bool:
     """Whether a script of the project makes the cases of an evalset, and not just files that they name."""
-    path = folder.parent / MADE_LIST
-    recipes = read_yaml(path) if path.is_file() else {}
-    files = recipes.get(folder.name, {}).get("files")
+    try:
+        files = read_yaml(folder.parent / MADE_LIST)[folder.name]["files"]
+    except (OSError, YAMLError, KeyError, TypeError):
+        return False  # a list that is broken is refused by who makes files
     return isinstance(files, Mapping) and CASES_FILE in files
 
 

@@ -8,7 +8,7 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -200,9 +200,7 @@ def _parse_execution(section: Any) -> LocalExecution | RayExecution:
     try:
         return _EXECUTION.validate_python({"kind": "local"} if section is None else section)
     except ValidationError as error:
-        raise SettingsError(
-            _one_line(error, section, _EXECUTION.json_schema(), lambda keys: ["execution", *keys])
-        ) from None
+        raise SettingsError(_one_line(error, section, _EXECUTION.json_schema(), ["execution"])) from None
 
 
 def _read_sections(data: Any) -> dict[str, Any]:
@@ -210,7 +208,9 @@ def _read_sections(data: Any) -> dict[str, Any]:
     for key in data if isinstance(data, Mapping) else ():
         if key not in _SECTIONS:
             remedy = suggest(key, _SECTIONS) or "remove it, or move it into a product"
-            raise SettingsError(f"{key}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}")
+            raise SettingsError(
+                f"{_format_key(key)}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}"
+            )
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
         ("candidates", "a mapping from each candidate's name to its settings"),
@@ -226,35 +226,38 @@ def _format_value(value: Any) -> str:
     return "found none" if value in (None, {}, "") else f"got {show_value(value)}"
 
 
-def _format_entry(key: str, section: Any) -> str:
-    """Say what a section has under a key, or under one that may be the key misspelt."""
-    entries = section if isinstance(section, Mapping) else {}
-    misspelt = [f", but `{other}`" for other in entries if key not in entries and suggest(other, [key])]
-    return _format_value(entries.get(key)) + "".join(misspelt[:1])
+def _choose(where: str, entry: Any, key: str, known: Collection[str]) -> str:
+    """Return what an entry has under a key, which must be one of some; name one that may be the key misspelt."""
+    entry = {} if entry is None else entry
+    if not isinstance(entry, Mapping):
+        raise SettingsError(f"{where}: expected keys with values, got {show_value(entry)}")
+    value = entry.get(key)
+    if isinstance(value, str) and value in known:
+        return value
+    misspelt = [f", but `{_format_key(other)}`" for other in entry if key not in entry and suggest(other, [key])]
+    came = _format_value(value) + "".join(misspelt[:1])
+    raise SettingsError(f"{where}.{key}: expected one of {', '.join(known)}, {came}")
+
+
+def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
+    """Return the path of a product or candidate, whose name must be fit for a folder."""
+    path = f"{where}.{_format_key(name)}"
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
+        but = "".join(f", and not {word!r}" for word in reserved)
+        raise SettingsError(f"{path}: a name is lower-case letters, digits and dashes{but}")
+    return path
 
 
 def _check_section(name: str, section: Any) -> None:
-    where = f"products.{name}"
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-        raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes, and not {_RESERVED[0]!r}")
-    kind = section.get("kind") if isinstance(section, Mapping) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_format_entry('kind', section)}")
+    where = _check_name("products", name, reserved=_RESERVED)
+    _choose(where, section, "kind", KINDS)
     for key in _OWN_KEYS:
         if key in section:
             raise SettingsError(f"{where}.{key}: unknown key; candidates stand in `candidates`, and name their product")
 
 
 def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
-    where = f"candidates.{name}"
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes")
-    owner = candidate.get("product") if isinstance(candidate, Mapping) else None
-    if not isinstance(owner, str) or owner not in owned:
-        raise SettingsError(
-            f"{where}.product: expected one of {', '.join(owned)}, {_format_entry('product', candidate)}"
-        )
-    return owner
+    return _choose(_check_name("candidates", name), candidate, "product", owned)
 
 
 def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any], num_workers: int) -> Product:
@@ -269,57 +272,84 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
     try:
         return settings.model_validate(data | chosen)
     except ValidationError as error:
-
-        def locate(keys: list[Any]) -> list[Any]:
-            return keys if keys[:1] == ["candidates"] else ["products", name, *keys]
-
-        raise SettingsError(_one_line(error, data, settings.model_json_schema(), locate)) from None
+        raise SettingsError(_one_line(error, data, settings.model_json_schema(), ["products", name])) from None
 
 
-def _one_line(
-    error: ValidationError, data: Any, schema: Mapping[str, Any], locate: Callable[[list[Any]], list[Any]]
-) -> str:
-    """Say where the problem is, what was expected and what came; of an unknown key also which one may be meant."""
+def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], section: Sequence[str]) -> str:
+    """Say where the problem is, what was expected and what came; of an unknown key also which one may be meant.
+
+    Args:
+        error: pydantic's.
+        data: that it is about.
+        schema: of the data, as JSON schema.
+        section: keys of the file below which the data stand; candidates stand in a section of their own.
+    """
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    keys = list(_drop_tags(problem["loc"], data))
-    where, said = ".".join(map(str, locate(keys))), describe_problem(problem)
+    keys = list(_drop_tags(problem["loc"], data, schema))
+    where = ".".join(map(_format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
     if problem["type"] != "extra_forbidden":
-        return f"{where}: {said}"
+        # a value that may be of several types is a problem for each
+        others = [p for p in problems if p is not problem and list(_drop_tags(p["loc"], data, schema)) == keys]
+        return f"{where}: {describe_problem(problem, *others)}"
     *above, key = problem["loc"]
-    if owners := [f"`{section}`" for section in schema.get("properties", {}) if key in _list_keys(schema, [section])]:
-        return f"{where}: unknown key here; one of this name stands in {' and in '.join(owners)}"
-    return ": ".join(filter(None, (where, said, suggest(key, _list_keys(schema, above)))))
+    known = _list_keys(schema, above)
+    owners = [name for name in known if key in _list_keys(schema, [*above, name])]
+    owners = owners or [name for name in _list_keys(schema, []) if key in _list_keys(schema, [name])]
+    if owners:
+        return f"{where}: unknown key here; one of this name stands in {' and in '.join(f'`{o}`' for o in owners)}"
+    return ": ".join(filter(None, (where, describe_problem(problem), suggest(key, known))))
 
 
-def _list_keys(schema: Mapping[str, Any], path: Sequence[str | int]) -> list[str]:
+def _list_keys(schema: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
     """Return the keys that may stand at a place, by a JSON schema; none where it does not name any.
 
     Args:
         schema: of the whole.
-        path: as pydantic gives it, with a level for the `kind` of an entry.
+        path: as pydantic gives it, with a level for the `kind` of an entry; without it the keys of all kinds count.
     """
-    place = schema
+    places = list(_open(schema, schema))
     for part in path:
-        kinds = place.get("discriminator", {}).get("mapping", {})
-        own = {"$ref": kinds[part]} if part in kinds else place.get("properties", {}).get(part)
-        place = own or place.get("items") or place.get("additionalProperties") or {}
-        place = next((one for one in place.get("anyOf", []) if one.get("type") != "null"), place)
-        if "$ref" in place:
-            place = schema["$defs"][place["$ref"].rpartition("/")[2]]
-    return [key for key in place.get("properties", {}) if path or key not in _OWN_KEYS]
-
-
-def _drop_tags(loc: Sequence[Any], data: Any) -> Iterator[Any]:
-    """Yield the keys of a path without pydantic's own levels: the `kind` of an entry, and the type of a value."""
-    for part in loc:
-        if isinstance(data, Mapping) and data.get("kind") == part and part not in data:
+        if any(kind == part for kind, _ in places):
+            places = [(None, place) for kind, place in places if kind == part]
             continue
-        if not isinstance(data, Mapping | list | None):
-            return
-        yield part
-        try:
-            data = data[part]  # type: ignore[index]  # None has nothing
-        except (KeyError, IndexError, TypeError):
+        # an index, or a name that the user chose, stays at the same place
+        if inner := [place[part] for _, place in places if part in place]:
+            places = [opened for one in inner for opened in _open(schema, one)]
+    return list(dict.fromkeys(key for _, place in places for key in place if path or key not in _OWN_KEYS))
+
+
+def _open(schema: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yield the kinds of what may stand at a place, through lists and chosen names: their names, and their keys."""
+    if "$ref" in place:
+        yield from _open(schema, schema["$defs"][place["$ref"].rpartition("/")[2]])
+    for kind, reference in place.get("discriminator", {}).get("mapping", {}).items():
+        yield from ((kind, keys) for _, keys in _open(schema, {"$ref": reference}))
+    if "properties" in place:
+        yield None, place["properties"]
+    for inner in [*place.get("anyOf", ()), place.get("items"), place.get("additionalProperties")]:
+        if isinstance(inner, Mapping):
+            yield from _open(schema, inner)
+
+
+def _drop_tags(path: Sequence[Any], data: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the keys of a path without pydantic's own levels: the `kind` of an entry, and the type of a value.
+
+    Args:
+        path: as pydantic gives it.
+        data: that it leads into.
+        schema: of the data; it has the keys that are not there.
+    """
+    for level, part in enumerate(path):
+        if isinstance(data, Mapping | list) and part in (data if isinstance(data, Mapping) else range(len(data))):
+            yield part
+            data = data[part]
+        elif part in _list_keys(schema, path[:level]):
+            yield part
             data = None
+
+
+def _format_key(key: object) -> str:
+    """Return a key as it stands in the file, or as Python writes it where it would not stand on a line."""
+    return str(key) if re.fullmatch(r"[\w ./:*-]{0,80}", str(key)) else show_value(key)

@@ -36,7 +36,7 @@ from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
-SHARDS_A_WORKER = 4  # so that a slow one takes fewer
+SHARDS_A_WORKER = 2  # so that a slow one takes fewer; each has an end at which few are asked at once
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers

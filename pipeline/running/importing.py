@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import sys
 from collections.abc import Iterator
-from importlib.util import cache_from_source, find_spec
-from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -27,27 +23,3 @@ def pause_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def list_bytecode_problems(library: str = "numpy") -> list[str]:
-    """Say that every process compiles the libraries anew: they came without bytecode, and Python may keep none.
-
-    Containers often set PYTHONDONTWRITEBYTECODE, or hold libraries that only root may write to.
-
-    Args:
-        library: whose first file stands for all.
-    """
-    spec = find_spec(library)
-    if spec is None or spec.origin is None or (kept := Path(cache_from_source(spec.origin))).is_file():
-        return []
-    folder = next(folder for folder in kept.parents if folder.is_dir())
-    if sys.dont_write_bytecode:
-        remedy = "unset PYTHONDONTWRITEBYTECODE"
-    elif not os.access(folder, os.W_OK):
-        remedy = f"let this user write to {folder}"
-    else:
-        return []
-    return [
-        f"each process compiles {library} and the other libraries anew, as their bytecode is not kept: imports take "
-        f"three times as long; {remedy}, or run `python -m compileall -q {Path(spec.origin).parents[1]}` once"
-    ]

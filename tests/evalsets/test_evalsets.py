@@ -309,6 +309,9 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     for name, files in (("other", {"cases.jsonl": "0"}), ("e", "cases.jsonl"), ("e", {"images/1.png": "0"})):
         (tmp_path / "made.yaml").write_text(json.dumps({name: {"module": "grow", "files": files}}))
         assert refusal(folder) == missing
+    for broken in ("", "[", "- e", "e:", "e: text", "e: [1]", "e: {files: }"):
+        (tmp_path / "made.yaml").write_text(broken)
+        assert refusal(folder) == missing
     (tmp_path / "made.yaml").write_text(json.dumps({"e": {"module": "grow", "files": {"cases.jsonl": "0"}}}))
     assert refusal(folder) == f"{missing}; make it by `python -m pipeline.running.made_files`"
     (folder / "cases.jsonl").write_text("")

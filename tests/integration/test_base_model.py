@@ -10,9 +10,11 @@ import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lm_eval import utils
 from tokenizers.processors import TemplateProcessing
 
 from pipeline.errors import SettingsError
@@ -139,8 +141,12 @@ def test_a_base_model_is_asked_by_plain_prompts_from_tasks_to_speed(
     write_base_model(tmp_path / "base")
     write_task(tmp_path / "tasks")
     product = make_product(tmp_path)
+    compile_template = mock.Mock(side_effect=utils.env.from_string)
+    monkeypatch.setattr(utils.env, "from_string", compile_template)
     evaluation = evaluate(tmp_path, product, "reference")
     printed = capsys.readouterr().err
+    templates = ["{{text}}", "{{target}}"]
+    assert sorted(call.args[0] for call in compile_template.call_args_list) == sorted(2 * templates), "to load, to ask"
     records = read_records(tmp_path, "reference")
     samples = run_hf(tmp_path / "base")
     assert len(records) == len(samples) == NUM_DOCUMENTS

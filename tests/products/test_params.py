@@ -218,7 +218,7 @@ STEP = "candidates//int4//steps//0"
         ("gate//alpha", "5e-2", "gate.alpha: expected a number"),
         ("release", "int4", "release: expected a list"),
         ("candidates//int4", None, "candidates.int4.product: expected one of agent, found none"),
-        ("candidates//int4", ["steps"], "candidates.int4.product: expected one of agent, found none"),
+        ("candidates//int4", ["steps"], "candidates.int4: expected keys with values, got ['steps']"),
         ("serving", None, "serving: expected keys with values, got None"),
         # values out of range
         (f"{STEP}//bits", 3, "candidates.int4.steps.0.weights.num_bits: expected 4 or 8, got 3"),
@@ -469,7 +469,7 @@ NAME = "a name is lower-case letters, digits and dashes"
         ("products//agent//kind", "audio", f"products.agent.kind: {KINDS}, got 'audio'"),
         ("products//agent//kind", ["text"], f"products.agent.kind: {KINDS}, got ['text']"),
         ("products//agent", None, f"products.agent.kind: {KINDS}, found none"),
-        ("products//agent", "text", f"products.agent.kind: {KINDS}, found none"),
+        ("products//agent", "text", "products.agent: expected keys with values, got 'text'"),
         ("products//other", TEXT, "products.other: expected a candidate that names it as its product, found none"),
         (
             "products//agent//name",
@@ -549,7 +549,40 @@ def test_an_unknown_key_of_execution_is_reported_before_a_wrong_value() -> None:
 def test_a_wrong_value_is_named_by_the_path_that_the_file_has() -> None:
     """Pydantic's path goes on with the types that a value may have."""
     data = VALID | {"execution": {"kind": "local", "num_workers": "two"}}
-    assert refusal(data) == "execution.num_workers: expected 'auto', got 'two'"
+    assert refusal(data) == "execution.num_workers: expected 'auto' or a whole number, got 'two'"
+
+
+@pytest.mark.parametrize("value", [None, [2], {"auto": 1}, 1.5], ids=str)
+def test_a_value_of_no_type_that_its_key_may_have_is_one_line(value: Any) -> None:
+    data = VALID | {"execution": {"kind": "local", "num_workers": value}}
+    assert refusal(data) == f"execution.num_workers: expected 'auto' or a whole number, got {value!r}"
+
+
+def test_a_number_out_of_range_is_told_with_the_range() -> None:
+    data = VALID | {"execution": {"kind": "local", "num_workers": 0}}
+    assert refusal(data) == "execution.num_workers: expected 'auto' or 1 or more, got 0"
+
+
+def test_a_key_that_is_none_or_does_not_fit_on_a_line_is_shown_as_python_writes_it() -> None:
+    assert refusal(edited("canary//two\nlines", 1)) == f"products.agent.canary.'two\\nlines': {UNKNOWN}"
+    assert refusal(VALID | {"products": {"a b\n": {}}}).startswith("products.'a b\\n': a name is ")
+    said = refusal(VALID | {"execution": {"kind": "local", None: 1}})
+    assert said == "execution: expected text as a key, got None"
+    assert len(refusal(VALID | {"x" * 3_000: {}})) < 200
+
+
+def test_a_product_or_candidate_that_is_no_section_is_said_to_be_none() -> None:
+    for section, name in (("products", "agent"), ("candidates", "int4")):
+        for value in ("text", ["a"]):
+            data = copy.deepcopy(VALID)
+            data[section][name] = value
+            assert refusal(data) == f"{section}.{name}: expected keys with values, got {value!r}"
+
+
+def test_an_entry_with_its_kind_as_a_key_has_that_level_once() -> None:
+    data = copy.deepcopy(VALID)
+    data["candidates"]["int4"]["steps"][0]["quantize"] = {"bits": 4}
+    assert refusal(data) == f"candidates.int4.steps.0.quantize: {UNKNOWN}"
 
 
 @pytest.mark.parametrize(
@@ -559,6 +592,10 @@ def test_a_wrong_value_is_named_by_the_path_that_the_file_has() -> None:
         ("evals//workflows//max_tokens", 8, "`serving`"),
         ("candidates//int4//dtype", "float16", "`serving`"),
         ("canary//num_threads", 1, "`optimize` and in `serving`"),
+        # a level too high: what stands within the entry comes before other sections
+        ("candidates//int4//steps//0//max_tokens", 8, "`calibration`"),
+        ("candidates//int4//steps//0//dtype", "int8", "`kv_cache`"),
+        ("candidates//int4//scheme", "W4A16", "`steps`"),
     ],
 )
 def test_a_key_of_another_section_is_sent_there(key: str, value: Any, owner: str) -> None:

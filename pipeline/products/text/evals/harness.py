@@ -18,7 +18,7 @@ from unittest import mock
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, name_case
-from pipeline.products.text.evals.material import explain_problems, index_tasks, read_fresh
+from pipeline.products.text.evals.material import compile_once, explain_problems, index_tasks, read_fresh
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
@@ -64,7 +64,7 @@ def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.Abstrac
     manager = index_tasks(context.name, settings)
     # what it notes of machine and git takes seconds of other programs, and is in no record of ours
     unused: dict[str, Any] = {"add_env_info": lambda results: None, "get_git_commit_hash": lambda: None}
-    with read_fresh(), mock.patch.multiple(evaluator, **unused):
+    with read_fresh(), compile_once(), mock.patch.multiple(evaluator, **unused):
         results = evaluator.simple_evaluate(
             model=EndpointLM(context, loop),
             tasks=[settings.task],

@@ -70,7 +70,7 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     folder = settings.include_path
     with explain_problems(name, "load", settings.task):
         manager = index_tasks(name, settings)
-        with read_fresh():
+        with read_fresh(), compile_once():
             tasks = _load_tasks(manager, settings)
             modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
@@ -133,6 +133,15 @@ def read_fresh() -> Iterator[None]:
         finally:
             if was_caching:
                 datasets.enable_caching()
+
+
+@contextlib.contextmanager
+def compile_once() -> Iterator[None]:
+    """Let lm-eval compile each template once: it does so for every document, which takes most of the time."""
+    from lm_eval import utils
+
+    with mock.patch.object(utils.env, "from_string", cache(utils.env.from_string)):
+        yield
 
 
 @contextlib.contextmanager
