@@ -16,9 +16,9 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import EngineError, EvidenceError
@@ -76,6 +76,15 @@ class Paths:
         self.logs = build / "logs" / name
 
 
+@dataclass(frozen=True)
+class Served:
+    """An endpoint that runs already, and the canary where it was asked ahead."""
+
+    engine: Engine
+    client: Client
+    canary: Sequence[CanaryRecord]
+
+
 async def evaluate_candidate(
     candidate: Candidate,
     product: TextProduct,
@@ -83,7 +92,7 @@ async def evaluate_candidate(
     root: Path,
     build: Path,
     watches: Mapping[str, HarmWatch] | None = None,
-    served: tuple[Engine, Client] | None = None,
+    served: Served | None = None,
 ) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
@@ -115,7 +124,7 @@ async def _evaluate(
     product: TextProduct,
     watches: Mapping[str, HarmWatch],
     pool: ThreadPoolExecutor,
-    served: tuple[Engine, Client] | None,
+    served: Served | None,
     *,
     root: Path,
     build: Path,
@@ -144,8 +153,8 @@ async def _evaluate(
                 logs=paths.logs,
                 traces=paths.folder / TRACES if is_traced else None,
             )
-            served = await stack.enter_async_context(starting)
-        engine, client = served
+            served = Served(*await stack.enter_async_context(starting), canary=())
+        engine, client = served.engine, served.client
         ready_s = time.monotonic() - start
         evals = await asyncio.wrap_future(
             describing
@@ -162,7 +171,7 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
         prompts = pick_canary(product, evals)
-        canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+        canary = served.canary or await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
             speculation = await _read_drafts(client, candidate.serving)
@@ -213,6 +222,13 @@ async def _ask_plain(
         return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
 
 
+async def ask_canary_once(
+    engine: Engine, client: Client, evals: Sequence[EvalJob], candidate: Candidate, product: TextProduct
+) -> list[CanaryRecord]:
+    """Ask the canary of a candidate whose one endpoint is enough (`can_be_served`)."""
+    return await _run_canary(engine, client, pick_canary(product, evals), [], candidate, product)
+
+
 async def _run_canary(
     engine: Engine,
     client: Client,
@@ -234,7 +250,7 @@ async def _run_canary(
     return merge_records(plain, make_records(prompts, answers, margins))
 
 
-def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:
+def _write_canary(folder: Path, records: Sequence[CanaryRecord], num_asked: int) -> CanaryFile | None:
     if not records:
         return None
     write_cases(folder / CANARY, records)
