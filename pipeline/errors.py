@@ -24,6 +24,7 @@ into such words here, for all of them.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -128,6 +129,11 @@ def show_value(value: object) -> str:
     return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
 
 
+def format_key(key: object) -> str:
+    """Return a key as it stands in the file, or as Python writes it where that may not be read on a line."""
+    return str(key) if re.fullmatch(r"[\w ./:*-]{1,80}", str(key)) else show_value(key)
+
+
 def suggest(word: object, known: Iterable[str]) -> str:
     """Ask whether the known word that is nearest to an unknown one is meant; "" where none is near."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_NEAR)
@@ -146,5 +152,5 @@ def describe_problem(problem: ErrorDetails, *others: ErrorDetails) -> str:
         return "unknown key; remove it or correct its spelling"
     came = show_value(context["tag"] if kind == "union_tag_invalid" else problem["input"])
     known = [_EXPECTED[p["type"]].format(**p.get("ctx", {})) for p in (problem, *others) if p["type"] in _EXPECTED]
-    expected = f"expected {' or '.join(dict.fromkeys(known))}" if kind in _EXPECTED else problem["msg"]
+    expected = f"expected {', or '.join(dict.fromkeys(known))}" if kind in _EXPECTED else problem["msg"]
     return f"{expected}, found none" if kind == "missing" else f"{expected}, got {came}"

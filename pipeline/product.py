@@ -61,12 +61,10 @@ class OpenReplica:
     Attributes:
         run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries.
         finish: makes `build/evaluations/<name>/` of all shards. The replica does nothing after it.
-        prepare: does what `finish` would, and needs no shard, while other replicas are at these.
     """
 
     run: Callable[[Shard], int]
     finish: Callable[[], None]
-    prepare: Callable[[], None] = lambda: None
 
 
 class Kind(Protocol[P]):

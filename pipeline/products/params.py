@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import SettingsError, describe_problem, show_value, suggest
+from pipeline.errors import SettingsError, describe_problem, format_key, show_value, suggest
 from pipeline.products import KINDS
 from pipeline.running.environment import count_workers
 from pipeline.settings.base import Product, describe_yaml_error
 from pipeline.settings.execution import Execution, LocalExecution, RayExecution
+from pipeline.settings.key_paths import KeyPaths
 from pipeline.settings.yaml_files import read_yaml
 
 P = TypeVar("P", bound=Product)
@@ -33,6 +34,7 @@ _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db"
 _SECTIONS = ("products", "candidates", "execution")
 _OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
 _RESERVED = ("env",)  # names of folders beside those of the products
+_OF_KEY = "[key]"  # what pydantic's path ends with where a key is wrong, and not its value
 
 
 @dataclass(frozen=True)
@@ -208,9 +210,7 @@ def _read_sections(data: Any) -> dict[str, Any]:
     for key in data if isinstance(data, Mapping) else ():
         if key not in _SECTIONS:
             remedy = suggest(key, _SECTIONS) or "remove it, or move it into a product"
-            raise SettingsError(
-                f"{_format_key(key)}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}"
-            )
+            raise SettingsError(f"{format_key(key)}: expected one of {', '.join(_SECTIONS)}, got another key; {remedy}")
     for key, what in (
         ("products", "a mapping from each product's name to its settings"),
         ("candidates", "a mapping from each candidate's name to its settings"),
@@ -234,17 +234,21 @@ def _choose(where: str, entry: Any, key: str, known: Collection[str]) -> str:
     value = entry.get(key)
     if isinstance(value, str) and value in known:
         return value
-    misspelt = [f", but `{_format_key(other)}`" for other in entry if key not in entry and suggest(other, [key])]
+    misspelt = [f", but `{format_key(other)}`" for other in entry if key not in entry and suggest(other, [key])]
     came = _format_value(value) + "".join(misspelt[:1])
     raise SettingsError(f"{where}.{key}: expected one of {', '.join(known)}, {came}")
 
 
 def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
     """Return the path of a product or candidate, whose name must be fit for a folder."""
-    path = f"{where}.{_format_key(name)}"
+    path = f"{where}.{format_key(name)}"
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
         but = "".join(f", and not {word!r}" for word in reserved)
-        raise SettingsError(f"{path}: a name is lower-case letters, digits and dashes{but}")
+        remedy = "" if isinstance(name, str) else "; write it in quotes"
+        raise SettingsError(
+            f"{path}: expected a name of lower-case letters, digits and dashes that begins with no dash{but}, "
+            f"got {show_value(name)}{remedy}"
+        )
     return path
 
 
@@ -284,72 +288,19 @@ def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], sect
         schema: of the data, as JSON schema.
         section: keys of the file below which the data stand; candidates stand in a section of their own.
     """
-    problems = error.errors(include_url=False)
+    problems, paths = error.errors(include_url=False), KeyPaths(schema)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    keys = list(_drop_tags(problem["loc"], data, schema))
-    where = ".".join(map(_format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
+    keys = list(paths.drop_tags(problem["loc"], data))
+    where = ".".join(map(format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
+    if problem["loc"][-1:] == (_OF_KEY,):
+        return f"{where}: expected text as a key, got {show_value(keys[-1])}; write it in quotes"
     if problem["type"] != "extra_forbidden":
         # a value that may be of several types is a problem for each
-        others = [p for p in problems if p is not problem and list(_drop_tags(p["loc"], data, schema)) == keys]
+        others = [p for p in problems if p is not problem and list(paths.drop_tags(p["loc"], data)) == keys]
         return f"{where}: {describe_problem(problem, *others)}"
     *above, key = problem["loc"]
-    known = _list_keys(schema, above)
-    owners = [name for name in known if key in _list_keys(schema, [*above, name])]
-    owners = owners or [name for name in _list_keys(schema, []) if key in _list_keys(schema, [name])]
-    if owners:
-        return f"{where}: unknown key here; one of this name stands in {' and in '.join(f'`{o}`' for o in owners)}"
+    if owners := [f"`{name}`" for name in paths.list_owners(str(key), above)]:
+        return f"{where}: unknown key here; one of this name stands in {' and in '.join(owners)}"
+    known = [name for name in paths.list_keys(above) if above or name not in _OWN_KEYS]
     return ": ".join(filter(None, (where, describe_problem(problem), suggest(key, known))))
-
-
-def _list_keys(schema: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
-    """Return the keys that may stand at a place, by a JSON schema; none where it does not name any.
-
-    Args:
-        schema: of the whole.
-        path: as pydantic gives it, with a level for the `kind` of an entry; without it the keys of all kinds count.
-    """
-    places = list(_open(schema, schema))
-    for part in path:
-        if any(kind == part for kind, _ in places):
-            places = [(None, place) for kind, place in places if kind == part]
-            continue
-        # an index, or a name that the user chose, stays at the same place
-        if inner := [place[part] for _, place in places if part in place]:
-            places = [opened for one in inner for opened in _open(schema, one)]
-    return list(dict.fromkeys(key for _, place in places for key in place if path or key not in _OWN_KEYS))
-
-
-def _open(schema: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
-    """Yield the kinds of what may stand at a place, through lists and chosen names: their names, and their keys."""
-    if "$ref" in place:
-        yield from _open(schema, schema["$defs"][place["$ref"].rpartition("/")[2]])
-    for kind, reference in place.get("discriminator", {}).get("mapping", {}).items():
-        yield from ((kind, keys) for _, keys in _open(schema, {"$ref": reference}))
-    if "properties" in place:
-        yield None, place["properties"]
-    for inner in [*place.get("anyOf", ()), place.get("items"), place.get("additionalProperties")]:
-        if isinstance(inner, Mapping):
-            yield from _open(schema, inner)
-
-
-def _drop_tags(path: Sequence[Any], data: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the keys of a path without pydantic's own levels: the `kind` of an entry, and the type of a value.
-
-    Args:
-        path: as pydantic gives it.
-        data: that it leads into.
-        schema: of the data; it has the keys that are not there.
-    """
-    for level, part in enumerate(path):
-        if isinstance(data, Mapping | list) and part in (data if isinstance(data, Mapping) else range(len(data))):
-            yield part
-            data = data[part]
-        elif part in _list_keys(schema, path[:level]):
-            yield part
-            data = None
-
-
-def _format_key(key: object) -> str:
-    """Return a key as it stands in the file, or as Python writes it where it would not stand on a line."""
-    return str(key) if re.fullmatch(r"[\w ./:*-]{0,80}", str(key)) else show_value(key)

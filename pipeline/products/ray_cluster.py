@@ -3,8 +3,7 @@
 Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard
 (`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a worker or a
 node that dies costs what it was just doing; its shard goes to another one. At the end one replica makes the evaluation
-of all shards, as the stage does on one machine: the same bytes come out, latencies aside. What of that needs no shard
-it does first, while the others begin with these.
+of all shards, as the stage does on one machine: the same bytes come out, latencies aside.
 
 Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
 """
@@ -37,7 +36,7 @@ from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
-SHARDS_A_WORKER = 2  # so that a slow one takes fewer; each has an end at which few are asked at once
+SHARDS_A_WORKER = 2  # more: a slow one takes fewer; but each has an end at which few cases are asked at once
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
@@ -71,7 +70,6 @@ class _Run:
     waiting: deque[Shard]
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
-    last: _Worker | None = None  # makes the evaluation at the end, and does ahead what it can
     num_dead: int = 0
     num_failed_starts: int = 0  # in a row
     start: float = field(default_factory=time.monotonic)
@@ -138,8 +136,8 @@ def evaluate_on_ray(
         shards = [Shard(number, count) for number in range(1, count + 1)]
         run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
-        _run_shards(ray, run, workers, project)
-        _finish(ray, run, project)
+        last = _run_shards(ray, run, workers, project)
+        _finish(ray, run, last, project)
 
 
 def build_on_ray(
@@ -232,13 +230,13 @@ def _explain(worker: _Worker, error: Any) -> EngineError:
     raise error
 
 
-def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> None:
-    """Give shards to replicas until all are finished; keep the one that makes the evaluation."""
+def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> _Worker:
+    """Give shards to replicas until all are finished; return a replica that still works."""
     starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
     running: dict[Any, _Worker] = {}
     ready: list[_Worker] = []
     progress = Progress(run.order.candidate, total=run.count, kept=run.count - len(run.waiting), unit="shards")
-    while run.waiting or running or run.last is None:
+    while run.waiting or running or not ready:
         if not starting and not running and not ready:
             raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
         done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
@@ -257,9 +255,9 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             _take_new(ray, run, worker)
         left = len(run.waiting) + sum(worker.shard is not None for worker in running.values())
         progress.reach(run.count - left, note=_format_replicas(run, [*running.values(), *ready]))
-    for worker in ready:
-        if worker is not run.last:
-            ray.kill(worker.actor)
+    for worker in ready[1:]:
+        ray.kill(worker.actor)
+    return ready[0]
 
 
 def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
@@ -277,8 +275,6 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         problem = _explain(worker, error)
         ray.kill(worker.actor)
-    if worker is run.last:
-        run.last = None  # another one does what this one did ahead
     if shard is None:
         run.num_failed_starts += 1
         if run.num_failed_starts >= MAX_FAILURES:
@@ -298,9 +294,6 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
 
 def _assign(run: _Run, ready: list[_Worker], running: dict[Any, _Worker]) -> None:
     """Give waiting shards to replicas that are free: not to a host on which one failed, while there are others."""
-    if run.last is None and ready:
-        run.last = ready.pop(0)
-        running[run.last.actor.prepare.remote()] = run.last
     hosts = {worker.host for worker in [*ready, *running.values()]}
     for worker in list(ready):
         shard = next((s for s in run.waiting if worker.host not in run.avoided.get(s, set())), None)
@@ -357,10 +350,8 @@ def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
     return f"{len(workers)} replica{'s' * (len(workers) > 1)} ({rates}){lost}"
 
 
-def _finish(ray: Any, run: _Run, project: _Project) -> None:
+def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:
     """Have one replica make the evaluation of all shards, and put it in place."""
-    worker = run.last
-    assert worker is not None
     files = [path.as_posix() for path in sorted(run.folder.rglob("*")) if path.is_file()]
     _get(ray, worker, worker.actor.finish.remote(files, project.server))
     _fetch_made(ray, worker, "evaluations", Path(run.order.build) / "evaluations" / run.order.candidate)

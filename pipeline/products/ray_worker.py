@@ -118,12 +118,9 @@ class Replica:
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
         with self._name_driver_folder(), self._close_with_failure():
-            return int(self._get_open().run(shard))
-
-    def prepare(self) -> None:
-        """Do ahead what the end needs of one replica, while others are at shards."""
-        with self._name_driver_folder(), self._close_with_failure():
-            self._get_open().prepare()
+            if self._open is None:
+                self._open = self._stack.enter_context(self._do("open_replica"))
+            return int(self._open.run(shard))
 
     def read_new(self, known: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
         """Return what attempts hold beyond what the driver has: path in the shards' folder, offset, bytes.
@@ -195,12 +192,6 @@ class Replica:
             opened, self._stack, self._open = self._stack, contextlib.ExitStack(), None
             opened.__exit__(type(error), error, error.__traceback__)
             raise
-
-    def _get_open(self) -> Any:
-        """Return the candidate, loaded or served; the first call starts it."""
-        if self._open is None:
-            self._open = self._stack.enter_context(self._do("open_replica"))
-        return self._open
 
     def _do(self, method: str) -> Any:
         """Call what a stage calls; by its name, as the code of one stage must not become that of the other."""

@@ -94,7 +94,7 @@ class CanaryFlip(Record):
 
 
 class CanaryComparison(Record):
-    """What the canary showed of one candidate (`pipeline/gate/canary.py` says how it is judged)."""
+    """What the canary showed of one candidate; its kind of product says how it is judged."""
 
     baseline: str
     is_same_weights: bool  # on both sides: only then a difference is the path's

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
 
+from pipeline.errors import format_key, show_value
 from pipeline.settings.hub_names import SCHEME, find_unpinned
 from pipeline.settings.metrics import MetricDefinition
 
@@ -176,7 +177,8 @@ class Product(Settings):
 def find_product_problems(product: Product) -> list[str]:
     """Return what is wrong with the names of a product, one line each, starting with the key's path."""
     problems = [
-        f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
+        f"evals.{format_key(name)}: expected a name of lower-case letters, digits, dashes and underscores that begins "
+        f"with a letter or digit, got {show_value(name)}"
         for name in product.evals
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)
     ]
@@ -221,7 +223,8 @@ def find_metric_problems(product: Product) -> list[str]:
         for metric in getattr(product.gate, section):
             if metric not in metrics:
                 problems.append(
-                    f"gate.{section}.{metric}: no such metric; the evals give " + (", ".join(sorted(metrics)) or "none")
+                    f"gate.{section}.{format_key(metric)}: no such metric; the evals give "
+                    + (", ".join(sorted(metrics)) or "none")
                 )
     problems += [
         f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"

@@ -661,14 +661,15 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
 
 
 ORPHAN = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from pipeline.records.evaluations import Candidate
 from pipeline.products.text.serving.engines import transformers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 candidate = Candidate.model_validate_json(sys.argv[1])
 process = transformers._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")
 print(process.popen.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -685,7 +686,7 @@ def test_no_server_outlives_its_parent(running: Running, number: signal.Signals)
     server = int(parent.stdout.readline())
     time.sleep(0.5)
     parent.send_signal(number)
-    parent.wait()
+    parent.wait(timeout=120)
     deadline = time.monotonic() + 15
     while is_running(server) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -186,15 +186,16 @@ def test_what_runs_before_vllm_belongs_to_the_fingerprint(root: Path) -> None:
 
 
 PARENT = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from pipeline.records.evaluations import Candidate
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import ResourceSettings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 async def run(candidate, settings, root):
     async with start_engine(candidate, settings, evals={}, root=root, logs=root / "logs"):
         print("ready", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 asyncio.run(run(Candidate.model_validate_json(sys.argv[1]), ResourceSettings.model_validate_json(sys.argv[2]),
                 Path(sys.argv[3])))
 """
@@ -213,7 +214,7 @@ def test_nothing_is_left_running_when_we_end(root: Path, number: signal.Signals)
     )
     assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
     parent.send_signal(number)
-    parent.wait()
+    parent.wait(timeout=120)
     assert wait_for_end(int(note.read_text()))
 
 

@@ -140,6 +140,7 @@ def test_valid_settings_become_typed_and_frozen() -> None:
         product.reference = "int4"
 
 
+NAME = "expected a name of lower-case letters, digits and dashes that begins with no dash"
 UNKNOWN = "unknown key; remove it or correct its spelling"
 STEP = "candidates//int4//steps//0"
 
@@ -308,13 +309,13 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
         (
             "candidates//Int 4",
             {"product": "agent", "checkpoint": "x", "steps": []},
-            "candidates.Int 4: a name is lower-case letters, digits and dashes",
+            f"candidates.Int 4: {NAME}, got 'Int 4'",
         ),
-        ("candidates//../up", {"product": "agent", "checkpoint": "x", "steps": []}, "candidates.../up: a name is "),
+        ("candidates//../up", {"product": "agent", "checkpoint": "x", "steps": []}, f"candidates.../up: {NAME}"),
         (
             "evals//a/b",
             {"kind": "harness", "task": "t"},
-            "evals.a/b: a name is lower-case letters, digits, dashes and underscores",
+            "evals.a/b: expected a name of lower-case letters, digits, dashes and underscores that begins",
         ),
         (
             "candidates//int4//steps",
@@ -455,7 +456,6 @@ def test_what_is_no_mapping_is_refused(data: Any) -> None:
 
 PLAIN = {"checkpoint": "x", "steps": []}
 KINDS = "expected one of text, images, vision"
-NAME = "a name is lower-case letters, digits and dashes"
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ NAME = "a name is lower-case letters, digits and dashes"
         ),
         # names that are folders
         *(
-            (f"products//{name}", TEXT, f"products.{name}: {NAME}, and not 'env'")
+            (f"products//{name}", TEXT, f"products.{name or repr('')}: {NAME}, and not 'env', got {name!r}")
             for name in ("..", "../up", "/up", "", "my agent", "Agent", "-agent", ".agent", "agent_2", "env")
         ),
         # candidates
@@ -549,26 +549,31 @@ def test_an_unknown_key_of_execution_is_reported_before_a_wrong_value() -> None:
 def test_a_wrong_value_is_named_by_the_path_that_the_file_has() -> None:
     """Pydantic's path goes on with the types that a value may have."""
     data = VALID | {"execution": {"kind": "local", "num_workers": "two"}}
-    assert refusal(data) == "execution.num_workers: expected 'auto' or a whole number, got 'two'"
+    assert refusal(data) == "execution.num_workers: expected 'auto', or a whole number, got 'two'"
 
 
 @pytest.mark.parametrize("value", [None, [2], {"auto": 1}, 1.5], ids=str)
 def test_a_value_of_no_type_that_its_key_may_have_is_one_line(value: Any) -> None:
     data = VALID | {"execution": {"kind": "local", "num_workers": value}}
-    assert refusal(data) == f"execution.num_workers: expected 'auto' or a whole number, got {value!r}"
+    assert refusal(data) == f"execution.num_workers: expected 'auto', or a whole number, got {value!r}"
 
 
 def test_a_number_out_of_range_is_told_with_the_range() -> None:
     data = VALID | {"execution": {"kind": "local", "num_workers": 0}}
-    assert refusal(data) == "execution.num_workers: expected 'auto' or 1 or more, got 0"
+    assert refusal(data) == "execution.num_workers: expected 'auto', or 1 or more, got 0"
 
 
 def test_a_key_that_is_none_or_does_not_fit_on_a_line_is_shown_as_python_writes_it() -> None:
     assert refusal(edited("canary//two\nlines", 1)) == f"products.agent.canary.'two\\nlines': {UNKNOWN}"
-    assert refusal(VALID | {"products": {"a b\n": {}}}).startswith("products.'a b\\n': a name is ")
+    assert refusal(VALID | {"products": {"a b\n": {}}}).startswith("products.'a b\\n': expected a name of ")
     said = refusal(VALID | {"execution": {"kind": "local", None: 1}})
     assert said == "execution: expected text as a key, got None"
     assert len(refusal(VALID | {"x" * 3_000: {}})) < 200
+    assert refusal(edited("evals//a\nb", VALID["products"]["agent"]["evals"]["workflows"])).count("\n") == 0
+    assert refusal(edited("gate//tolerances//a\nb", {"overall": 0.1})).count("\n") == 0
+    data = VALID | {"execution": {"kind": "ray", "resources": {1: 2.0}}}
+    assert refusal(data) == "execution.resources.1: expected text as a key, got 1; write it in quotes"
+    assert refusal(VALID | {"candidates": {8: {}}}).endswith(", got 8; write it in quotes")
 
 
 def test_a_product_or_candidate_that_is_no_section_is_said_to_be_none() -> None:
@@ -602,6 +607,32 @@ def test_a_key_of_another_section_is_sent_there(key: str, value: Any, owner: str
     """The nearest key of its own section would be another setting: `num_threads` for `num_servers`."""
     said = refusal(edited(key, value))
     assert said.endswith(f"{key.replace('//', '.')}: unknown key here; one of this name stands in {owner}")
+
+
+@pytest.mark.parametrize(
+    "key", ["evals//choices//evalset", "evals//prose//include_path", "serving//kind", "gate//kind"]
+)
+def test_a_key_is_not_sent_to_where_it_stands_nor_to_the_kind_of_another_entry(key: str) -> None:
+    assert "stands in" not in refusal(edited(key, "x")), "evals of another kind have it, and many entries have a kind"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "entry", "said"),
+    [
+        ("candidates", "engine", {"steps": []}, "engine.checkpoint: expected this key, found none"),
+        ("candidates", "engine", {"steps": [], "checkpont": "x"}, "checkpont: {}: is `checkpoint` meant"),
+        ("candidates", "steps", {"checkpoint": "x", "stepz": []}, "stepz: {}: is `steps` meant"),
+        ("evals", "perplexity", {"kind": "harness"}, "evals.perplexity.task: expected this key, found none"),
+        ("evals", "tool_calls", {"kind": "trajectories", "max_turnz": 3}, "max_turnz: {}: is `max_turns` meant"),
+    ],
+)
+def test_names_may_be_those_of_keys_and_kinds(section: str, name: str, entry: dict[str, Any], said: str) -> None:
+    data = copy.deepcopy(VALID)
+    if section == "candidates":
+        data["candidates"][name] = {"product": "agent", **entry}
+    else:
+        data["products"]["agent"]["evals"][name] = entry
+    assert refusal(data).endswith(said.format(UNKNOWN))
 
 
 @pytest.mark.parametrize(("section", "key", "came"), [("products", "kind", "knd"), ("candidates", "product", "prodct")])

@@ -55,7 +55,6 @@ class PlayedActor:
             "begin": self._begin,
             "run": self._run,
             "read_new": self._read_new,
-            "prepare": self._prepare,
         }
         self._plan = run
         for name, call in calls.items():
@@ -63,9 +62,6 @@ class PlayedActor:
 
     def _begin(self, *_: Any) -> None:
         """Be ready."""
-
-    def _prepare(self) -> None:
-        self._plan(self.host, 0)
 
     def _run(self, number: int, count: int, earlier: dict[str, bytes]) -> int:
         self.earlier.append(earlier)
@@ -138,34 +134,6 @@ def works(_host: str, _number: int) -> None:
 def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, files = run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 5, monkeypatch)
     assert len(files) == 5 and not run.failures and not run.num_dead
-
-
-@pytest.mark.parametrize("failure", [None, RayActorError(), EngineError("the server died")], ids=str)
-def test_one_replica_does_the_end_ahead_and_another_one_where_it_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
-) -> None:
-    prepared = []
-
-    def work(host: str, number: int) -> None:
-        if number == 0:
-            prepared.append(host)
-            if failure and len(prepared) == 1:
-                raise failure
-
-    actors = [PlayedActor("a", work), PlayedActor("b", work)]
-    run, files = run_all(tmp_path, actors, 4, monkeypatch)
-    assert len(files) == 4 and not run.failures and len(prepared) == (2 if failure else 1)
-    assert run.last is not None and run.last.actor.host == prepared[-1] and run.last.actor.is_alive
-    assert [actor.is_alive for actor in actors] == [actor.host == prepared[-1] for actor in actors]
-
-
-def test_what_no_replica_can_do_ahead_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_host: str, number: int) -> None:
-        if number == 0:
-            raise EngineError("the server died")
-
-    with pytest.raises(EngineError, match="the server died"):
-        run_all(tmp_path, [PlayedActor("a", fail), PlayedActor("b", fail)], 4, monkeypatch)
 
 
 def test_a_shard_of_a_dead_worker_goes_on_elsewhere_with_what_was_finished(

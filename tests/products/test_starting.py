@@ -114,7 +114,13 @@ def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch
     [
         ("agent", "text", "models/agent", {}, "products.agent: expected a new name, it is in params.yaml already"),
         ("awq-long", "text", "models/agent", {}, "candidates.awq-long: expected a new name, 'agent' has it already"),
-        ("Bot", "text", "models/agent", {}, "params.yaml: products.Bot: a name is lower-case letters, digits and"),
+        (
+            "Bot",
+            "text",
+            "models/agent",
+            {},
+            "params.yaml: products.Bot: expected a name of lower-case letters",
+        ),
         ("bot", "speech", "models/agent", {}, "--kind: expected one of text, images, vision, got 'speech'"),
         ("bot", "text", "models/none", {}, "models/none: expected a checkpoint folder, found none"),
         ("bot", "text", "hf://org/name", {}, "--checkpoint: expected hf://ORG/NAME@REVISION with the 40 hex"),

@@ -17,8 +17,8 @@ from pipeline.running.bytecode import list_bytecode_problems
     [
         (True, "1", True, False, "; unset PYTHONDONTWRITEBYTECODE, or run `"),
         (True, "", True, False, "; start Python without -B, or run `"),
-        (False, "", False, False, ", or let its owner run `"),
-        (True, "1", False, False, ", or let its owner run `"),
+        (False, "", False, False, ", so let its owner run `"),
+        (True, "1", False, False, ", so let its owner run `"),
         (False, "", True, False, ""),
         (True, "1", True, True, ""),
         (False, "", False, True, ""),

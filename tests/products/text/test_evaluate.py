@@ -25,9 +25,7 @@ from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.replica import open_replica
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.canary import CanaryAnswer, CanaryRecord
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
-from pipeline.records.record_files import read_record
 from pipeline.records.serving import ServingConfig
 from pipeline.running.shards import Shard
 from tests.evalsets.test_evalsets import write
@@ -405,29 +403,6 @@ def test_the_endpoint_of_the_shards_makes_the_evaluation(
         replica.run(Shard(1, 2))
         replica.finish()
     assert read_answers(tmp_path) == alone and len(started) == is_traced
-
-
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_the_canary_is_asked_once_at_the_end_or_ahead(
-    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
-) -> None:
-    serve_shards(endpoint, monkeypatch)
-    asked = []
-
-    async def ask(*_: Any, **__: Any) -> list[CanaryRecord]:
-        asked.append(tuple(endpoint.asked))
-        same = CanaryAnswer(text="x")
-        return [CanaryRecord(case_id="c", input_digest="d", answers=dict.fromkeys(("alone", "loaded", "again"), same))]
-
-    monkeypatch.setattr(evaluate_module, "_run_canary", ask)
-    with open_replica(make_candidate("a"), make_product(), root=tmp_path, build=tmp_path / "build/agent") as replica:
-        if is_ahead:
-            replica.prepare()
-        replica.run(Shard(1, 1))
-        replica.finish()
-    canary = read_record(tmp_path / "build/agent/evaluations/a/evaluation.json", Evaluation).canary
-    assert canary is not None and canary.num_prompts == 1
-    assert [bool(cases) for cases in asked] == [not is_ahead]
 
 
 def test_a_shard_that_failed_says_so_and_goes_on(

@@ -6,7 +6,7 @@ that. A candidate with drafts is asked first without them, on a server of its ow
 Where the endpoint gives token ids and scores, each token's margin over the second most likely one is kept too. A
 small margin marks a token at risk even where nothing flipped.
 
-What the differences mean is for the gate (`pipeline/gate/canary.py`).
+What the differences mean is for the gate (`pipeline/products/text/findings/canary.py`).
 """
 
 from __future__ import annotations

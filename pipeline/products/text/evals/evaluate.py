@@ -16,8 +16,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,11 +78,11 @@ class Paths:
 
 @dataclass(frozen=True)
 class Served:
-    """An endpoint that runs already, and the canary where it was asked ahead."""
+    """An endpoint that runs already, and what it is asked."""
 
     engine: Engine
     client: Client
-    canary: Sequence[CanaryRecord]
+    evals: list[EvalJob]
 
 
 async def evaluate_candidate(
@@ -130,9 +130,11 @@ async def _evaluate(
     build: Path,
 ) -> Evaluation:
     start = time.monotonic()
-    evalsets = load_evalsets(product, root)
-    # importing lm-eval takes as long as starting servers does
-    describing = pool.submit(describe_evals, product, candidate, evalsets, root)
+    describing: Future[list[EvalJob]] = Future()
+    if served is not None:
+        describing.set_result(served.evals)
+    else:  # importing lm-eval takes as long as starting servers does
+        describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
     if candidate.serving.engine == "openai":
         await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
     paths = Paths(build, candidate.name)
@@ -144,7 +146,9 @@ async def _evaluate(
         plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root=root, logs=paths.logs)
     is_traced = product.candidates[candidate.name].trace
     async with contextlib.AsyncExitStack() as stack:
-        if served is None:
+        if served is not None:
+            engine, client = served.engine, served.client
+        else:
             starting = start_engine(
                 candidate,
                 product.resources,
@@ -153,8 +157,7 @@ async def _evaluate(
                 logs=paths.logs,
                 traces=paths.folder / TRACES if is_traced else None,
             )
-            served = Served(*await stack.enter_async_context(starting), canary=())
-        engine, client = served.engine, served.client
+            engine, client = await stack.enter_async_context(starting)
         ready_s = time.monotonic() - start
         evals = await asyncio.wrap_future(
             describing
@@ -171,7 +174,7 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
         prompts = pick_canary(product, evals)
-        canary = served.canary or await _run_canary(engine, client, prompts, plain, candidate, product)
+        canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
             speculation = await _read_drafts(client, candidate.serving)
@@ -222,13 +225,6 @@ async def _ask_plain(
         return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
 
 
-async def ask_canary_once(
-    engine: Engine, client: Client, evals: Sequence[EvalJob], candidate: Candidate, product: TextProduct
-) -> list[CanaryRecord]:
-    """Ask the canary of a candidate whose one endpoint is enough (`can_be_served`)."""
-    return await _run_canary(engine, client, pick_canary(product, evals), [], candidate, product)
-
-
 async def _run_canary(
     engine: Engine,
     client: Client,
@@ -250,7 +246,7 @@ async def _run_canary(
     return merge_records(plain, make_records(prompts, answers, margins))
 
 
-def _write_canary(folder: Path, records: Sequence[CanaryRecord], num_asked: int) -> CanaryFile | None:
+def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:
     if not records:
         return None
     write_cases(folder / CANARY, records)

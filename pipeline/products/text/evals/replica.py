@@ -1,7 +1,6 @@
 """One endpoint of a candidate, which evaluates shards of its cases one after another (`pipeline/running/shards.py`).
 
-The endpoint answers the canary, too, which asks one endpoint the same prompts several ways: at the end, or ahead, while
-other endpoints are at shards.
+Once all shards are done, the endpoint answers the canary, too, which asks one endpoint the same prompts several ways.
 """
 
 from __future__ import annotations
@@ -18,20 +17,13 @@ from tempfile import TemporaryDirectory
 
 from pipeline.errors import EvidenceError
 from pipeline.product import OpenReplica
-from pipeline.products.text.evals.evaluate import (
-    Served,
-    ask_canary_once,
-    can_be_served,
-    evaluate_candidate,
-    make_context,
-)
+from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.canary import CanaryRecord
 from pipeline.records.evaluations import Candidate, format_failures
 from pipeline.running.shards import AttemptFolder, Shard
 
@@ -55,7 +47,6 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
     orders: queue.SimpleQueue[tuple[_Work, Future[int]] | None] = queue.SimpleQueue()
     ready: Future[None] = Future()
     whole = partial(evaluate_candidate, candidate, product, root=root, build=build)
-    canary: list[CanaryRecord] = []
 
     async def serve() -> None:
         # importing lm-eval takes as long as starting servers does
@@ -76,20 +67,12 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         orders.put((work, done))
         return done.result()
 
-    async def ask_ahead(jobs: list[EvalJob], engine: Engine, client: Client) -> int:
-        canary[:] = await ask_canary_once(engine, client, jobs, candidate, product)
-        return len(canary)
-
     async def evaluate(jobs: list[EvalJob], engine: Engine, client: Client) -> int:
-        await whole(served=Served(engine, client, canary))
+        await whole(served=Served(engine, client, jobs))
         return 0
 
     def run(shard: Shard) -> int:
         return ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root))
-
-    def prepare() -> None:
-        if can_be_served(candidate, product):
-            ask(ask_ahead)
 
     def finish() -> None:
         if can_be_served(candidate, product):
@@ -104,7 +87,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         if serving in wait([ready, serving], return_when=FIRST_COMPLETED).done:
             serving.result()  # raises what kept it from starting
         try:
-            yield OpenReplica(run, finish, prepare)
+            yield OpenReplica(run, finish)
         finally:
             orders.put(None)
         serving.result()
