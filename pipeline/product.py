@@ -6,7 +6,7 @@ what the methods that it calls lead to, and no other kind's (`stage_code.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,11 +60,15 @@ class OpenReplica:
 
     Attributes:
         run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries.
-        finish: makes `build/evaluations/<name>/` of all shards. The replica does nothing after it.
+        finish: makes `build/evaluations/<name>/` of all shards, and of what `prepare` returned on each of several
+            replicas, if anything. The replica does nothing after it.
+        prepare: does this replica's part of what comes after the shards, where it can be divided: number and count of
+            the parts, as of shards. Returns what `finish` takes; None: `finish` does it all.
     """
 
     run: Callable[[Shard], int]
-    finish: Callable[[], None]
+    finish: Callable[[Sequence[bytes]], None]
+    prepare: Callable[[int, int], bytes | None] = lambda number, count: None
 
 
 class Kind(Protocol[P]):

@@ -291,10 +291,13 @@ def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], sect
     problems, paths = error.errors(include_url=False), KeyPaths(schema)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    keys = list(paths.drop_tags(problem["loc"], data))
+    is_key = problem["loc"][-1:] == (_OF_KEY,)
+    # before that mark stands the key as text, which one that is no text is not
+    loc = (*problem["loc"][:-2], problem["input"]) if is_key else problem["loc"]
+    keys = list(paths.drop_tags(loc, data))
     where = ".".join(map(format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
-    if problem["loc"][-1:] == (_OF_KEY,):
-        return f"{where}: expected text as a key, got {show_value(keys[-1])}; write it in quotes"
+    if is_key:
+        return f"{where}: expected text as a key, got {show_value(problem['input'])}; write it in quotes"
     if problem["type"] != "extra_forbidden":
         # a value that may be of several types is a problem for each
         others = [p for p in problems if p is not problem and list(paths.drop_tags(p["loc"], data)) == keys]
@@ -302,5 +305,6 @@ def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], sect
     *above, key = problem["loc"]
     if owners := [f"`{name}`" for name in paths.list_owners(str(key), above)]:
         return f"{where}: unknown key here; one of this name stands in {' and in '.join(owners)}"
+    # no product's section has these, while a key may well belong below one of them
     known = [name for name in paths.list_keys(above) if above or name not in _OWN_KEYS]
     return ": ".join(filter(None, (where, describe_problem(problem), suggest(key, known))))

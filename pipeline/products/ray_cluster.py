@@ -136,8 +136,11 @@ def evaluate_on_ray(
         shards = [Shard(number, count) for number in range(1, count + 1)]
         run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
-        last = _run_shards(ray, run, workers, project)
-        _finish(ray, run, last, project)
+        workers = _run_shards(ray, run, workers, project)
+        prepared = _prepare(ray, workers)
+        for worker in workers[1:]:
+            ray.kill(worker.actor)
+        _finish(ray, run, workers[0], prepared, project)
 
 
 def build_on_ray(
@@ -230,8 +233,8 @@ def _explain(worker: _Worker, error: Any) -> EngineError:
     raise error
 
 
-def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> _Worker:
-    """Give shards to replicas until all are finished; return a replica that still works."""
+def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> list[_Worker]:
+    """Give shards to replicas until all are finished; return those that still work, first any that ran one."""
     starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
     running: dict[Any, _Worker] = {}
     ready: list[_Worker] = []
@@ -255,9 +258,7 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             _take_new(ray, run, worker)
         left = len(run.waiting) + sum(worker.shard is not None for worker in running.values())
         progress.reach(run.count - left, note=_format_replicas(run, [*running.values(), *ready]))
-    for worker in ready[1:]:
-        ray.kill(worker.actor)
-    return ready[0]
+    return sorted(ready, key=lambda worker: not worker.known)
 
 
 def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
@@ -350,10 +351,36 @@ def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
     return f"{len(workers)} replica{'s' * (len(workers) > 1)} ({rates}){lost}"
 
 
-def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:
+def _prepare(ray: Any, workers: list[_Worker]) -> list[bytes]:
+    """Have each replica that ran a shard do its part of what comes after them, all at once.
+
+    Returns:
+        What the first is given to finish with; nothing where it has to do all itself.
+    """
+    able = [worker for worker in workers if worker.known]
+    asked = [worker.actor.prepare.remote(number, len(able)) for number, worker in enumerate(able, 1)]
+    prepared = []
+    for worker, reference in zip(able, asked, strict=True):
+        try:
+            prepared.append(ray.get(reference))
+            continue
+        except ray.exceptions.RayActorError:
+            problem = EngineError(f"{worker.name}: its worker ended by itself")
+        except ray.exceptions.RayTaskError as error:
+            problem = _explain(worker, error)
+        if len(workers) == 1:
+            raise EngineError(f"{problem}; what finished is kept, run `dvc repro` to go on")
+        print(f"  {problem}; another replica does its part", file=sys.stderr, flush=True)
+        workers.remove(worker)
+        ray.kill(worker.actor)
+        prepared.append(None)
+    return [] if None in prepared else prepared
+
+
+def _finish(ray: Any, run: _Run, worker: _Worker, prepared: Sequence[bytes], project: _Project) -> None:
     """Have one replica make the evaluation of all shards, and put it in place."""
     files = [path.as_posix() for path in sorted(run.folder.rglob("*")) if path.is_file()]
-    _get(ray, worker, worker.actor.finish.remote(files, project.server))
+    _get(ray, worker, worker.actor.finish.remote(files, project.server, prepared))
     _fetch_made(ray, worker, "evaluations", Path(run.order.build) / "evaluations" / run.order.candidate)
     shutil.rmtree(run.folder, ignore_errors=True)
 

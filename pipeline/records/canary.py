@@ -42,6 +42,13 @@ class CanaryRecord(Record):
     margins: dict[str, tuple[float, ...]] = {}
 
 
+class CanaryPart(Record):
+    """What one of several endpoints answered to its part of the canary's prompts."""
+
+    fingerprint: str
+    records: tuple[CanaryRecord, ...]
+
+
 class CanaryFile(Record):
     """The canary's records on disk, and the digest of each run's answers: the behavioural fingerprint."""
 

@@ -26,11 +26,9 @@ class KeyPaths:
             path: as pydantic gives it.
             of_entries: also those of the entries of a list, or of a section with chosen names.
         """
-        places = list(self._open(self._schema))
-        for part in path:
-            places = self._enter(places, part)
+        *_, places = self._walk(path)
         if of_entries:
-            places += self._enter(places, None)
+            places = [*places, *self._enter(places, None)]
         return _name_keys(places)
 
     def list_owners(self, key: str, path: Sequence[Any]) -> list[str]:
@@ -53,22 +51,27 @@ class KeyPaths:
             path: as pydantic gives it.
             data: that it leads into.
         """
+        for part, places in zip(path, self._walk(path), strict=False):
+            if _is_kind(part, places):
+                continue
+            if _holds(data, part):
+                yield part
+                data = data[part]
+            elif part in _name_keys(places):
+                yield part
+                data = None
+
+    def _walk(self, path: Sequence[Any]) -> Iterator[_Places]:
+        """Yield what may stand at the top, and then below each part of a path."""
         places = list(self._open(self._schema))
+        yield places
         for part in path:
-            if not any(kind == part for kind, _ in places):
-                if isinstance(data, Mapping | list) and part in (
-                    data if isinstance(data, Mapping) else range(len(data))
-                ):
-                    yield part
-                    data = data[part]
-                elif part in _name_keys(places):
-                    yield part
-                    data = None
             places = self._enter(places, part)
+            yield places
 
     def _enter(self, places: _Places, part: Any) -> _Places:
         """Return what stands one level below: under a kind, a key, an index or a chosen name."""
-        if any(kind == part for kind, _ in places if kind):
+        if _is_kind(part, places):
             return [(None, node) for kind, node in places if kind == part]
         inner = []
         for _, node in places:
@@ -88,6 +91,16 @@ class KeyPaths:
                 yield from self._open(one, kind)
         else:
             yield kind, node
+
+
+def _is_kind(part: Any, places: _Places) -> bool:
+    return part is not None and any(kind == part for kind, _ in places)
+
+
+def _holds(data: Any, part: Any) -> bool:
+    if isinstance(data, list):
+        return part in range(len(data))
+    return isinstance(data, Mapping) and part in data
 
 
 def _name_keys(places: _Places) -> list[str]:

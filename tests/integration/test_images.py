@@ -324,7 +324,7 @@ def test_shards_make_the_records_and_pictures_of_one_run(project: Path, monkeypa
         for number in (2, 1):
             replica.run(Shard(number, 2))
         monkeypatch.setattr(evaluate, "start_renderers", "those that run are asked on")
-        replica.finish()
+        replica.finish([])
     merged = read_record(folder / "evaluation.json", Evaluation)
     records = read_cases(folder / "shots.jsonl")
     assert [record.model_dump(exclude={"latency_s"}) for record in records] == alone

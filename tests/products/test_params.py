@@ -571,8 +571,12 @@ def test_a_key_that_is_none_or_does_not_fit_on_a_line_is_shown_as_python_writes_
     assert len(refusal(VALID | {"x" * 3_000: {}})) < 200
     assert refusal(edited("evals//a\nb", VALID["products"]["agent"]["evals"]["workflows"])).count("\n") == 0
     assert refusal(edited("gate//tolerances//a\nb", {"overall": 0.1})).count("\n") == 0
-    data = VALID | {"execution": {"kind": "ray", "resources": {1: 2.0}}}
-    assert refusal(data) == "execution.resources.1: expected text as a key, got 1; write it in quotes"
+    for key in (1, 2.5, True, None):
+        data = VALID | {"execution": {"kind": "ray", "resources": {key: 2.0}}}
+        assert refusal(data) == f"execution.resources.{key}: expected text as a key, got {key}; write it in quotes"
+    assert refusal(edited("gate//tolerances", {None: {"overall": 0.1}})).startswith(
+        "products.agent.gate.tolerances.None: "
+    )
     assert refusal(VALID | {"candidates": {8: {}}}).endswith(", got 8; write it in quotes")
 
 

@@ -137,7 +137,7 @@ def open_replica(
                     _render(name, batches, pools[name], journal)
             return attempt.finish()
 
-        def finish() -> None:
+        def finish(_: Sequence[bytes]) -> None:
             evaluate_images(candidate, product, root=root, build=build, renderers=pools)
 
         yield OpenReplica(draw, finish)

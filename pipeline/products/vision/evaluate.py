@@ -135,7 +135,7 @@ def open_replica(
                     _run_batches(name, own, pools[name], journal)
             return attempt.finish()
 
-        def finish() -> None:
+        def finish(_: Sequence[bytes]) -> None:
             stack.close()  # an evaluation starts processes of its own
             evaluate_network(candidate, product, root=root, build=build)
 

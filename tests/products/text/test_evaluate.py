@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -401,8 +402,81 @@ def test_the_endpoint_of_the_shards_makes_the_evaluation(
     with open_replica(make_candidate("a"), product, root=tmp_path, build=build) as replica:
         replica.run(Shard(2, 2))
         replica.run(Shard(1, 2))
-        replica.finish()
+        replica.finish([])
     assert read_answers(tmp_path) == alone and len(started) == is_traced
+
+
+class EchoingEndpoint(FakeEndpoint):
+    """Answers the canary with its question, and counts how often it is asked."""
+
+    def __init__(self, fingerprint: str = "f1") -> None:
+        super().__init__()
+        self.fingerprint = fingerprint
+        self.canary: list[str] = []
+
+    async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **_: Any) -> Reply:
+        reply = await super().chat(messages, return_token_ids)
+        if not return_token_ids:
+            return reply
+        self.canary.append(messages[-1]["content"])
+        return dataclasses.replace(reply, text=messages[-1]["content"])
+
+
+def finish_with_parts(root: Path, endpoints: list[EchoingEndpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluate by replicas with an endpoint each, of which the first ran all shards."""
+    product, candidate = make_product(), make_candidate("a")
+    with contextlib.ExitStack() as stack:
+        replicas = []
+        for number, endpoint in enumerate(endpoints):
+            serve_shards(endpoint, monkeypatch)
+            build = root / ("build/agent" if number == 0 else f"other-{number}")
+            replicas.append(stack.enter_context(open_replica(candidate, product, root=root, build=build)))
+        replicas[0].run(Shard(1, 1))
+        parts = [replica.prepare(number, len(replicas)) for number, replica in enumerate(replicas, 1)]
+        replicas[0].finish([part for part in parts if part is not None])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+def test_the_canary_of_several_replicas_is_that_of_one(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, num_replicas: int
+) -> None:
+    """One replica asked all of it while the others waited."""
+    whole = EchoingEndpoint()
+    monkeypatch.setattr(evaluate_module, "start_engine", whole.start)
+    run(tmp_path)
+    file = tmp_path / "build/agent/evaluations/a/canary.jsonl"
+    expected = file.read_bytes()
+    assert sorted(whole.canary) == sorted("abc" * 3) and expected.count(b"\n") == 3
+    shutil.rmtree(tmp_path / "build")
+    endpoints = [EchoingEndpoint() for _ in range(num_replicas)]
+    finish_with_parts(tmp_path, endpoints, monkeypatch)
+    assert file.read_bytes() == expected
+    assert sorted(text for each in endpoints for text in each.canary) == sorted(whole.canary), "each is asked as often"
+    assert sum(bool(each.canary) for each in endpoints) == min(3, num_replicas)
+
+
+def test_a_part_of_the_canary_from_another_endpoint_is_refused(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EvidenceError, match="canary: expected all answers of fingerprint f1, got some of f2; run "):
+        finish_with_parts(tmp_path, [EchoingEndpoint(), EchoingEndpoint("f2")], monkeypatch)
+
+
+@pytest.mark.parametrize("change", ["openai", "speculative", "trace"])
+def test_where_alone_would_not_be_alone_or_one_endpoint_is_not_enough_the_canary_is_not_divided(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Replicas that are attached to one server would be in flight there at once."""
+    serve_shards(endpoint, monkeypatch)
+    product, candidate = make_product(), make_candidate("a")
+    if change == "trace":
+        traced = {name: one.model_copy(update={"trace": True}) for name, one in product.candidates.items()}
+        product = product.model_copy(update={"candidates": traced})
+    else:
+        update = {"engine": "openai"} if change == "openai" else {"speculative": {"method": "ngram"}}
+        candidate = candidate.model_copy(update={"serving": candidate.serving.model_copy(update=update)})
+    with open_replica(candidate, product, root=tmp_path, build=tmp_path / "build/agent") as replica:
+        assert replica.prepare(1, 2) is None
 
 
 def test_a_shard_that_failed_says_so_and_goes_on(

@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.products.text.serving.vllm_facts import read_drafts
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
+from pipeline.records.canary import CanaryFile, CanaryPart, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import (
     Candidate,
@@ -83,6 +83,7 @@ class Served:
     engine: Engine
     client: Client
     evals: list[EvalJob]
+    canary: Sequence[CanaryPart] = ()  # what endpoints like it answered, all prompts; none: it is asked itself
 
 
 async def evaluate_candidate(
@@ -174,7 +175,10 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
         prompts = pick_canary(product, evals)
-        canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+        if served is not None and served.canary:
+            canary = _join_canary(served.canary, prompts, engine)
+        else:
+            canary = await _run_canary(engine, client, prompts, plain, candidate, product)
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
             speculation = await _read_drafts(client, candidate.serving)
@@ -244,6 +248,29 @@ async def _run_canary(
     margins = {f"{prefix}loaded": await measure_margins(client, replies)}
     print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return merge_records(plain, make_records(prompts, answers, margins))
+
+
+async def ask_canary_part(
+    candidate: Candidate, product: TextProduct, part: slice, evals: list[EvalJob], engine: Engine, client: Client
+) -> CanaryPart:
+    """Ask an endpoint that runs already a part of the canary's prompts."""
+    records = await _run_canary(engine, client, pick_canary(product, evals)[part], [], candidate, product)
+    return CanaryPart(fingerprint=engine.fingerprint, records=tuple(records))
+
+
+def _join_canary(parts: Sequence[CanaryPart], prompts: list[Prompt], engine: Engine) -> list[CanaryRecord]:
+    """Return the records of all prompts in their order.
+
+    Raises:
+        EvidenceError: another endpoint answered a part.
+    """
+    if foreign := next((part for part in parts if part.fingerprint != engine.fingerprint), None):
+        raise EvidenceError(
+            f"canary: expected all answers of fingerprint {engine.fingerprint[:12]}, got some of "
+            f"{foreign.fingerprint[:12]}; run this stage again"
+        )
+    records = {record.case_id: record for part in parts for record in part.records}
+    return [records[prompt.case_id] for prompt in prompts]
 
 
 def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:

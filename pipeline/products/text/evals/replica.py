@@ -1,6 +1,6 @@
 """One endpoint of a candidate, which evaluates shards of its cases one after another (`pipeline/running/shards.py`).
 
-Once all shards are done, the endpoint answers the canary, too, which asks one endpoint the same prompts several ways.
+Once all shards are done, each endpoint answers its part of the canary, as each server of one machine does.
 """
 
 from __future__ import annotations
@@ -8,26 +8,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from pipeline.errors import EvidenceError
 from pipeline.product import OpenReplica
-from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context
+from pipeline.products.text.evals.evaluate import (
+    Served,
+    ask_canary_part,
+    can_be_served,
+    evaluate_candidate,
+    make_context,
+)
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import TextProduct
+from pipeline.records.canary import CanaryPart
 from pipeline.records.evaluations import Candidate, format_failures
 from pipeline.running.shards import AttemptFolder, Shard
 
-_Work = Callable[[list[EvalJob], Engine, Client], Awaitable[int]]
+_Work = Callable[[list[EvalJob], Engine, Client], Awaitable[Any]]
 
 
 @contextlib.contextmanager
@@ -44,7 +52,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         EngineError: the endpoint did not come up or died; what was finished is kept.
         EvidenceError: cases could not be judged; those that could are kept.
     """
-    orders: queue.SimpleQueue[tuple[_Work, Future[int]] | None] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[tuple[_Work, Future[Any]] | None] = queue.SimpleQueue()
     ready: Future[None] = Future()
     whole = partial(evaluate_candidate, candidate, product, root=root, build=build)
 
@@ -62,21 +70,27 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
                 except Exception as error:
                     done.set_exception(error)
 
-    def ask(work: _Work) -> int:
-        done: Future[int] = Future()
+    def ask(work: _Work) -> Any:
+        done: Future[Any] = Future()
         orders.put((work, done))
         return done.result()
 
-    async def evaluate(jobs: list[EvalJob], engine: Engine, client: Client) -> int:
-        await whole(served=Served(engine, client, jobs))
-        return 0
+    async def evaluate(canary: Sequence[CanaryPart], jobs: list[EvalJob], engine: Engine, client: Client) -> None:
+        await whole(served=Served(engine, client, jobs, canary))
 
     def run(shard: Shard) -> int:
-        return ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root))
+        return int(ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root)))
 
-    def finish() -> None:
+    def prepare(number: int, count: int) -> bytes | None:
+        # an attached server may be that of the other replicas, whose requests would be in flight beside those "alone"
+        if not can_be_served(candidate, product) or candidate.serving.engine == "openai":
+            return None
+        part: CanaryPart = ask(partial(ask_canary_part, candidate, product, slice(number - 1, None, count)))
+        return part.model_dump_json().encode()
+
+    def finish(prepared: Sequence[bytes]) -> None:
         if can_be_served(candidate, product):
-            ask(evaluate)
+            ask(partial(evaluate, [CanaryPart.model_validate_json(part) for part in prepared]))
         else:
             orders.put(None)
             serving.result()
@@ -87,7 +101,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         if serving in wait([ready, serving], return_when=FIRST_COMPLETED).done:
             serving.result()  # raises what kept it from starting
         try:
-            yield OpenReplica(run, finish)
+            yield OpenReplica(run, finish, prepare)
         finally:
             orders.put(None)
         serving.result()
