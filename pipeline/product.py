@@ -60,10 +60,10 @@ class OpenReplica:
 
     Attributes:
         run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries.
-        finish: makes `build/evaluations/<name>/` of all shards, and of what `prepare` returned on each of several
-            replicas, if anything. The replica does nothing after it.
-        prepare: does this replica's part of what comes after the shards, where it can be divided: number and count of
-            the parts, as of shards. Returns what `finish` takes; None: `finish` does it all.
+        finish: makes `build/evaluations/<name>/` of all shards and of what replicas prepared; does what is missing of
+            that itself. The replica does nothing after it.
+        prepare: does one part of what comes after the shards, by its number and how many there are, as of shards;
+            returns what `finish` takes, or None where it is not divided.
     """
 
     run: Callable[[Shard], int]

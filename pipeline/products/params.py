@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem, format_key, show_value, suggest
@@ -34,7 +35,7 @@ _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db"
 _SECTIONS = ("products", "candidates", "execution")
 _OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
 _RESERVED = ("env",)  # names of folders beside those of the products
-_OF_KEY = "[key]"  # what pydantic's path ends with where a key is wrong, and not its value
+_OF_KEY = "[key]"  # what pydantic's path ends with, after the key as text, where a chosen name is wrong
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,17 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
         raise SettingsError(_one_line(error, data, settings.model_json_schema(), ["products", name])) from None
 
 
+def _find_wrong_key(problem: ErrorDetails) -> tuple[Any, ...] | None:
+    """Return the path to a key that is no text, as the file has it; None where the problem is another one."""
+    *above, last = loc = problem["loc"] or ("",)
+    key = problem["input"]
+    if problem["type"] == "invalid_key":  # of a section; pydantic's path ends with the key as text
+        return (*above, key)
+    if last == _OF_KEY and not isinstance(key, str) and loc[-2:-1] in ((key,), (str(key),)):
+        return (*above[:-1], key)
+    return None
+
+
 def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], section: Sequence[str]) -> str:
     """Say where the problem is, what was expected and what came; of an unknown key also which one may be meant.
 
@@ -291,13 +303,11 @@ def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], sect
     problems, paths = error.errors(include_url=False), KeyPaths(schema)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    is_key = problem["loc"][-1:] == (_OF_KEY,)
-    # before that mark stands the key as text, which one that is no text is not
-    loc = (*problem["loc"][:-2], problem["input"]) if is_key else problem["loc"]
-    keys = list(paths.drop_tags(loc, data))
+    wrong_key = _find_wrong_key(problem)
+    keys = list(paths.drop_tags(wrong_key or problem["loc"], data))
     where = ".".join(map(format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
-    if is_key:
-        return f"{where}: expected text as a key, got {show_value(problem['input'])}; write it in quotes"
+    if wrong_key:
+        return f"{where}: expected text as a key, got {show_value(wrong_key[-1])}; write it in quotes"
     if problem["type"] != "extra_forbidden":
         # a value that may be of several types is a problem for each
         others = [p for p in problems if p is not problem and list(paths.drop_tags(p["loc"], data)) == keys]

@@ -2,8 +2,9 @@
 
 Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard
 (`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a worker or a
-node that dies costs what it was just doing; its shard goes to another one. At the end one replica makes the evaluation
-of all shards, as the stage does on one machine: the same bytes come out, latencies aside.
+node that dies costs what it was just doing; its shard goes to another one. At the end each replica does its part of
+what comes after the shards, and one makes the evaluation of it all, as the stage does on one machine: the same bytes
+come out, latencies aside.
 
 Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
 """
@@ -217,14 +218,21 @@ def _get(ray: Any, worker: _Worker, reference: Any) -> Any:
     """Return a result, or raise what a user can act on with the host where it was raised."""
     try:
         return ray.get(reference)
-    except ray.exceptions.RayActorError:
-        raise EngineError(f"{worker.name}: its worker ended by itself; run `dvc repro` to go on") from None
-    except ray.exceptions.RayTaskError as error:
-        raise _explain(worker, error) from None
+    except ray.exceptions.RayError as error:
+        problem = _explain(ray, worker, error)
+        remedy = "" if _is_own(ray, error) else "; run `dvc repro` to go on"
+        raise EngineError(f"{problem}{remedy}") from None
 
 
-def _explain(worker: _Worker, error: Any) -> EngineError:
-    """Return what a user can act on of an error that a replica raised; raise any other as it is."""
+def _is_own(ray: Any, error: Any) -> bool:
+    """Say whether a replica raised an error itself; else its process or node ended, maybe with a result on it."""
+    return isinstance(error, ray.exceptions.RayTaskError)
+
+
+def _explain(ray: Any, worker: _Worker, error: Any) -> EngineError:
+    """Return what a user can act on of an error of a call; raise one that is none of these as it is."""
+    if not _is_own(ray, error):
+        return EngineError(f"{worker.name}: its worker ended by itself")
     if isinstance(error.cause, ImportError):
         said = f"expected the project's environment on this node: {error.cause}; install it there"
         return EngineError(f"{worker.name}: {said}")
@@ -270,11 +278,9 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
             _take_rest(ray, run, worker)
             run.num_failed_starts = 0
         return result
-    except ray.exceptions.RayActorError:
-        run.num_dead += 1
-        problem = EngineError(f"{worker.name}: its worker ended by itself")
-    except ray.exceptions.RayTaskError as error:
-        problem = _explain(worker, error)
+    except ray.exceptions.RayError as error:
+        run.num_dead += not _is_own(ray, error)
+        problem = _explain(ray, worker, error)
         ray.kill(worker.actor)
     if shard is None:
         run.num_failed_starts += 1
@@ -313,7 +319,7 @@ def _take_new(ray: Any, run: _Run, worker: _Worker) -> None:
     """Take over what a replica has written, where it has answered: one that hangs keeps nobody waiting."""
     if worker.asked is not None and ray.wait([worker.asked], timeout=0)[0]:
         # its end is dealt with where its shard is waited for
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+        with contextlib.suppress(ray.exceptions.RayError):
             _write_new(run, worker, ray.get(worker.asked))
         worker.asked = None
     if worker.asked is None:
@@ -355,7 +361,7 @@ def _prepare(ray: Any, workers: list[_Worker]) -> list[bytes]:
     """Have each replica that ran a shard do its part of what comes after them, all at once.
 
     Returns:
-        What the first is given to finish with; nothing where it has to do all itself.
+        What the first of those that still work is given to finish with; it does itself what is missing.
     """
     able = [worker for worker in workers if worker.known]
     asked = [worker.actor.prepare.remote(number, len(able)) for number, worker in enumerate(able, 1)]
@@ -363,18 +369,14 @@ def _prepare(ray: Any, workers: list[_Worker]) -> list[bytes]:
     for worker, reference in zip(able, asked, strict=True):
         try:
             prepared.append(ray.get(reference))
-            continue
-        except ray.exceptions.RayActorError:
-            problem = EngineError(f"{worker.name}: its worker ended by itself")
-        except ray.exceptions.RayTaskError as error:
-            problem = _explain(worker, error)
-        if len(workers) == 1:
-            raise EngineError(f"{problem}; what finished is kept, run `dvc repro` to go on")
-        print(f"  {problem}; another replica does its part", file=sys.stderr, flush=True)
-        workers.remove(worker)
-        ray.kill(worker.actor)
-        prepared.append(None)
-    return [] if None in prepared else prepared
+        except ray.exceptions.RayError as error:
+            problem = _explain(ray, worker, error)
+            if len(workers) == 1:
+                raise EngineError(f"{problem}; what finished is kept, run `dvc repro` to go on") from None
+            print(f"  {problem}; another replica does its part", file=sys.stderr, flush=True)
+            workers.remove(worker)
+            ray.kill(worker.actor)
+    return [part for part in prepared if part is not None]
 
 
 def _finish(ray: Any, run: _Run, worker: _Worker, prepared: Sequence[bytes], project: _Project) -> None:

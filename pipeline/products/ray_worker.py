@@ -154,7 +154,7 @@ class Replica:
         Args:
             files: paths of the shards' files in the driver's project.
             server: gives them.
-            prepared: by the replicas, of what comes after the shards; none: all of that is done here.
+            prepared: by replicas, of what comes after the shards; what is missing is done here.
         """
         folder = self._build / "shards" / self._order.candidate
         shutil.rmtree(folder, ignore_errors=True)

@@ -46,7 +46,7 @@ class CanaryPart(Record):
     """What one of several endpoints answered to its part of the canary's prompts."""
 
     fingerprint: str
-    records: tuple[CanaryRecord, ...]
+    records: dict[int, CanaryRecord]  # by the prompt's place among all
 
 
 class CanaryFile(Record):

@@ -567,17 +567,29 @@ def test_a_key_that_is_none_or_does_not_fit_on_a_line_is_shown_as_python_writes_
     assert refusal(edited("canary//two\nlines", 1)) == f"products.agent.canary.'two\\nlines': {UNKNOWN}"
     assert refusal(VALID | {"products": {"a b\n": {}}}).startswith("products.'a b\\n': expected a name of ")
     said = refusal(VALID | {"execution": {"kind": "local", None: 1}})
-    assert said == "execution: expected text as a key, got None"
+    assert said == "execution.None: expected text as a key, got None; write it in quotes"
     assert len(refusal(VALID | {"x" * 3_000: {}})) < 200
     assert refusal(edited("evals//a\nb", VALID["products"]["agent"]["evals"]["workflows"])).count("\n") == 0
     assert refusal(edited("gate//tolerances//a\nb", {"overall": 0.1})).count("\n") == 0
     for key in (1, 2.5, True, None):
-        data = VALID | {"execution": {"kind": "ray", "resources": {key: 2.0}}}
-        assert refusal(data) == f"execution.resources.{key}: expected text as a key, got {key}; write it in quotes"
+        of_key = f"{key}: expected text as a key, got {key}; write it in quotes"
+        assert (
+            refusal(VALID | {"execution": {"kind": "ray", "resources": {key: 2.0}}}) == f"execution.resources.{of_key}"
+        )
+        assert refusal(VALID | {"execution": {"kind": "ray", key: 2.0}}) == f"execution.{of_key}"
+        assert refusal(edited("gate", VALID["products"]["agent"]["gate"] | {key: 1})) == f"products.agent.gate.{of_key}"
     assert refusal(edited("gate//tolerances", {None: {"overall": 0.1}})).startswith(
         "products.agent.gate.tolerances.None: "
     )
     assert refusal(VALID | {"candidates": {8: {}}}).endswith(", got 8; write it in quotes")
+
+
+@pytest.mark.parametrize("value", [3, "resources", {}, [], None], ids=str)
+def test_a_key_that_is_what_pydantic_marks_keys_with_is_a_key(value: Any) -> None:
+    """A section below it was taken for the key, and looked up."""
+    resources = VALID | {"execution": {"kind": "ray", "resources": {"[key]": value if value != 3 else "x"}}}
+    assert refusal(resources).startswith("execution.resources.'[key]': expected a number, got ")
+    assert refusal(VALID | {"execution": {"kind": "ray", "[key]": value}}) == f"execution.'[key]': {UNKNOWN}"
 
 
 def test_a_product_or_candidate_that_is_no_section_is_said_to_be_none() -> None:

@@ -31,11 +31,19 @@ from stages import evaluate
 from tests.paths import ROOT
 
 
-class RayActorError(Exception):
+class RayError(Exception):
+    """Whatever goes wrong with a call."""
+
+
+class RayActorError(RayError):
     """The process of an actor ended."""
 
 
-class RayTaskError(Exception):
+class ObjectLostError(RayError):
+    """A node ended, and on it a result that was not fetched yet."""
+
+
+class RayTaskError(RayError):
     """A call raised."""
 
     def __init__(self, cause: Exception) -> None:
@@ -91,7 +99,7 @@ class Reference:
 class PlayedRay:
     """As much of Ray as the driver calls."""
 
-    exceptions = SimpleNamespace(RayActorError=RayActorError, RayTaskError=RayTaskError)
+    exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError)
 
     def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         """Say that the first is done."""
@@ -105,6 +113,8 @@ class PlayedRay:
             return reference.call(*reference.given)
         except RayActorError:
             reference.actor.is_alive = False
+            raise
+        except ObjectLostError:
             raise
         except Exception as error:
             raise RayTaskError(error) from None
@@ -142,12 +152,13 @@ def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch:
     assert len(files) == 5 and not run.failures and not run.num_dead
 
 
+@pytest.mark.parametrize("end", [RayActorError, ObjectLostError])
 def test_a_shard_of_a_dead_worker_goes_on_elsewhere_with_what_was_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[RayError]
 ) -> None:
     def die_at_two(_host: str, number: int) -> None:
         if number == 2:
-            raise RayActorError
+            raise end
 
     other = PlayedActor("b", works)
     part = tmp_path / "shards/model/2-of-3/a/calls.jsonl"
@@ -225,6 +236,11 @@ def dies(_host: str, _number: int) -> None:
     raise RayActorError
 
 
+def loses(_host: str, _number: int) -> None:
+    """End the node before its result is fetched."""
+    raise ObjectLostError
+
+
 def fails(_host: str, _number: int) -> None:
     """Raise what a user can act on."""
     raise EngineError("the server died")
@@ -236,7 +252,7 @@ def test_what_follows_the_shards_is_divided_among_those_that_ran_one() -> None:
     assert play_prepare(works, works)[0] == [], "a kind that divides nothing"
 
 
-@pytest.mark.parametrize("plan", [dies, fails])
+@pytest.mark.parametrize("plan", [dies, loses, fails])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_replica_that_fails_after_the_shards_leaves_its_part_to_another(
     capsys: pytest.CaptureFixture[str], plan: Any, place: int
@@ -244,7 +260,7 @@ def test_a_replica_that_fails_after_the_shards_leaves_its_part_to_another(
     plans = [name_part, name_part]
     plans[place] = plan
     prepared, workers = play_prepare(*plans)
-    assert prepared == [] and [worker.host for worker in workers] == [f"host-{1 - place}"]
+    assert prepared == [str(2 - place).encode()] and [worker.host for worker in workers] == [f"host-{1 - place}"]
     assert f"  host-{place}: " in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 

@@ -422,8 +422,10 @@ class EchoingEndpoint(FakeEndpoint):
         return dataclasses.replace(reply, text=messages[-1]["content"])
 
 
-def finish_with_parts(root: Path, endpoints: list[EchoingEndpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluate by replicas with an endpoint each, of which the first ran all shards."""
+def finish_with_parts(
+    root: Path, endpoints: list[EchoingEndpoint], monkeypatch: pytest.MonkeyPatch, lost: int | None = None
+) -> None:
+    """Evaluate by replicas with an endpoint each, of which the first ran all shards; one part may be lost."""
     product, candidate = make_product(), make_candidate("a")
     with contextlib.ExitStack() as stack:
         replicas = []
@@ -433,7 +435,17 @@ def finish_with_parts(root: Path, endpoints: list[EchoingEndpoint], monkeypatch:
             replicas.append(stack.enter_context(open_replica(candidate, product, root=root, build=build)))
         replicas[0].run(Shard(1, 1))
         parts = [replica.prepare(number, len(replicas)) for number, replica in enumerate(replicas, 1)]
-        replicas[0].finish([part for part in parts if part is not None])
+        replicas[0].finish([part for i, part in enumerate(parts) if part is not None and i != lost])
+
+
+def test_what_is_lost_of_the_canary_alone_is_asked_again(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = [EchoingEndpoint() for _ in range(3)]
+    finish_with_parts(tmp_path, endpoints, monkeypatch, lost=1)
+    assert [sorted(each.canary) for each in endpoints] == [sorted("ab" * 3), ["b"] * 3, ["c"] * 3]
+    lines = (tmp_path / "build/agent/evaluations/a/canary.jsonl").read_text().splitlines()
+    assert [json.loads(line)["case_id"] for line in lines] == ["first/t0", "first/t1", "second/t0"]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])

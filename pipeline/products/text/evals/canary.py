@@ -2,9 +2,10 @@
 
 Each prompt is the first turn of a case, or one of an lm-eval task that is answered in words. All are greedy.
 "alone" asks one request at a time, "loaded" asks all at once at the concurrency that is deployed, "again" repeats
-that. A candidate with drafts is asked first without them, on a server of its own: "plain alone" and "plain loaded".
-Where the endpoint gives token ids and scores, each token's margin over the second most likely one is kept too. A
-small margin marks a token at risk even where nothing flipped.
+that. Several servers share the prompts: each is asked its part, one at a time, then as many at once as it has, which
+may be fewer than are deployed. A candidate with drafts is asked first without them, on a server of its own: "plain
+alone" and "plain loaded". Where the endpoint gives token ids and scores, each token's margin over the second most
+likely one is kept too. A small margin marks a token at risk even where nothing flipped.
 
 What the differences mean is for the gate (`pipeline/products/text/findings/canary.py`).
 """

@@ -83,7 +83,7 @@ class Served:
     engine: Engine
     client: Client
     evals: list[EvalJob]
-    canary: Sequence[CanaryPart] = ()  # what endpoints like it answered, all prompts; none: it is asked itself
+    canary: Sequence[CanaryPart] = ()  # what endpoints like it answered; it is asked what is missing
 
 
 async def evaluate_candidate(
@@ -175,10 +175,10 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
         _check_judged(candidate.name, records)
         prompts = pick_canary(product, evals)
-        if served is not None and served.canary:
-            canary = _join_canary(served.canary, prompts, engine)
-        else:
-            canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+        answered = _join_parts(served.canary if served is not None else [], engine)
+        missing = [place for place in range(len(prompts)) if place not in answered]
+        asked = await _run_canary(engine, client, [prompts[i] for i in missing], plain, candidate, product)
+        canary = [record for _, record in sorted((answered | dict(zip(missing, asked, strict=True))).items())]
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
             speculation = await _read_drafts(client, candidate.serving)
@@ -251,15 +251,23 @@ async def _run_canary(
 
 
 async def ask_canary_part(
-    candidate: Candidate, product: TextProduct, part: slice, evals: list[EvalJob], engine: Engine, client: Client
+    candidate: Candidate,
+    product: TextProduct,
+    number: int,
+    count: int,
+    evals: list[EvalJob],
+    engine: Engine,
+    client: Client,
 ) -> CanaryPart:
-    """Ask an endpoint that runs already a part of the canary's prompts."""
-    records = await _run_canary(engine, client, pick_canary(product, evals)[part], [], candidate, product)
-    return CanaryPart(fingerprint=engine.fingerprint, records=tuple(records))
+    """Ask an endpoint that runs already a part of the canary's prompts; `number` counts from 1."""
+    prompts = pick_canary(product, evals)
+    places = range(number - 1, len(prompts), count)
+    records = await _run_canary(engine, client, [prompts[i] for i in places], [], candidate, product)
+    return CanaryPart(fingerprint=engine.fingerprint, records=dict(zip(places, records, strict=True)))
 
 
-def _join_canary(parts: Sequence[CanaryPart], prompts: list[Prompt], engine: Engine) -> list[CanaryRecord]:
-    """Return the records of all prompts in their order.
+def _join_parts(parts: Sequence[CanaryPart], engine: Engine) -> dict[int, CanaryRecord]:
+    """Return the records of several endpoints by the prompt's place.
 
     Raises:
         EvidenceError: another endpoint answered a part.
@@ -269,8 +277,7 @@ def _join_canary(parts: Sequence[CanaryPart], prompts: list[Prompt], engine: Eng
             f"canary: expected all answers of fingerprint {engine.fingerprint[:12]}, got some of "
             f"{foreign.fingerprint[:12]}; run this stage again"
         )
-    records = {record.case_id: record for part in parts for record in part.records}
-    return [records[prompt.case_id] for prompt in prompts]
+    return {place: record for part in parts for place, record in part.records.items()}
 
 
 def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:

@@ -85,7 +85,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         # an attached server may be that of the other replicas, whose requests would be in flight beside those "alone"
         if not can_be_served(candidate, product) or candidate.serving.engine == "openai":
             return None
-        part: CanaryPart = ask(partial(ask_canary_part, candidate, product, slice(number - 1, None, count)))
+        part: CanaryPart = ask(partial(ask_canary_part, candidate, product, number, count))
         return part.model_dump_json().encode()
 
     def finish(prepared: Sequence[bytes]) -> None:
