@@ -146,6 +146,13 @@ def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch:
     assert len(files) == 5 and not run.failures and not run.num_dead
 
 
+def test_one_that_ran_a_shard_ends_the_run_and_no_idle_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle one would load or serve the candidate for it once more; it was ready first."""
+    actors = [PlayedActor("a", works), PlayedActor("idle", works)]
+    run_all(tmp_path, actors, 1, monkeypatch)
+    assert [actor.host for actor in actors if actor.is_alive] == ["a"]
+
+
 @pytest.mark.parametrize("end", [RayActorError, ObjectLostError])
 def test_a_shard_of_a_dead_worker_goes_on_elsewhere_with_what_was_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[RayError]
