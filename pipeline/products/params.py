@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem, format_key, show_value, suggest
@@ -22,7 +21,7 @@ from pipeline.products import KINDS
 from pipeline.running.environment import count_workers
 from pipeline.settings.base import Product, describe_yaml_error
 from pipeline.settings.execution import Execution, LocalExecution, RayExecution
-from pipeline.settings.key_paths import KeyPaths
+from pipeline.settings.key_paths import KeyPaths, find_wrong_key
 from pipeline.settings.yaml_files import read_yaml
 
 P = TypeVar("P", bound=Product)
@@ -35,7 +34,6 @@ _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db"
 _SECTIONS = ("products", "candidates", "execution")
 _OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
 _RESERVED = ("env",)  # names of folders beside those of the products
-_OF_KEY = "[key]"  # what pydantic's path ends with, after the key as text, where a chosen name is wrong
 
 
 @dataclass(frozen=True)
@@ -280,17 +278,6 @@ def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, 
         raise SettingsError(_one_line(error, data, settings.model_json_schema(), ["products", name])) from None
 
 
-def _find_wrong_key(problem: ErrorDetails) -> tuple[Any, ...] | None:
-    """Return the path to a key that is no text, as the file has it; None where the problem is another one."""
-    *above, last = loc = problem["loc"] or ("",)
-    key = problem["input"]
-    if problem["type"] == "invalid_key":  # of a section; pydantic's path ends with the key as text
-        return (*above, key)
-    if last == _OF_KEY and not isinstance(key, str) and loc[-2:-1] in ((key,), (str(key),)):
-        return (*above[:-1], key)
-    return None
-
-
 def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], section: Sequence[str]) -> str:
     """Say where the problem is, what was expected and what came; of an unknown key also which one may be meant.
 
@@ -303,7 +290,7 @@ def _one_line(error: ValidationError, data: Any, schema: Mapping[str, Any], sect
     problems, paths = error.errors(include_url=False), KeyPaths(schema)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    wrong_key = _find_wrong_key(problem)
+    wrong_key = find_wrong_key(problem)
     keys = list(paths.drop_tags(wrong_key or problem["loc"], data))
     where = ".".join(map(format_key, keys if keys[:1] == ["candidates"] else [*section, *keys]))
     if wrong_key:

@@ -2,8 +2,9 @@
 
 Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard
 (`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a worker or a
-node that dies costs what it was just doing; its shard goes to another one. At the end one replica makes the evaluation
-of all shards, as the stage does on one machine: the same bytes come out, latencies aside.
+node that dies costs what it was just doing; its shard goes to another one. At the end each replica does its part of
+what comes after the shards, and one makes the evaluation of it all, as the stage does on one machine: the same bytes
+come out, latencies aside.
 
 Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
 """
@@ -136,8 +137,11 @@ def evaluate_on_ray(
         shards = [Shard(number, count) for number in range(1, count + 1)]
         run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
-        last = _run_shards(ray, run, workers, project)
-        _finish(ray, run, last, project)
+        workers = _run_shards(ray, run, workers, project)
+        prepared = _prepare(ray, workers)
+        for worker in workers[1:]:
+            ray.kill(worker.actor)
+        _finish(ray, run, workers[0], prepared, project)
 
 
 def build_on_ray(
@@ -237,8 +241,8 @@ def _explain(ray: Any, worker: _Worker, error: Any) -> EngineError:
     raise error
 
 
-def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> _Worker:
-    """Give shards to replicas until all are finished; return one that still works, and ran one if any did."""
+def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> list[_Worker]:
+    """Give shards to replicas until all are finished; return those that still work, first any that ran one."""
     starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
     running: dict[Any, _Worker] = {}
     ready: list[_Worker] = []
@@ -262,10 +266,7 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             _take_new(ray, run, worker)
         left = len(run.waiting) + sum(worker.shard is not None for worker in running.values())
         progress.reach(run.count - left, note=_format_replicas(run, [*running.values(), *ready]))
-    last, *others = sorted(ready, key=lambda worker: not worker.known)
-    for worker in others:
-        ray.kill(worker.actor)
-    return last
+    return sorted(ready, key=lambda worker: not worker.known)
 
 
 def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
@@ -356,10 +357,32 @@ def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
     return f"{len(workers)} replica{'s' * (len(workers) > 1)} ({rates}){lost}"
 
 
-def _finish(ray: Any, run: _Run, worker: _Worker, project: _Project) -> None:
+def _prepare(ray: Any, workers: list[_Worker]) -> list[bytes]:
+    """Have each replica that ran a shard do its part of what comes after them, all at once.
+
+    Returns:
+        What the first of those that still work is given to finish with; it does itself what is missing.
+    """
+    able = [worker for worker in workers if worker.known]
+    asked = [worker.actor.prepare.remote(number, len(able)) for number, worker in enumerate(able, 1)]
+    prepared = []
+    for worker, reference in zip(able, asked, strict=True):
+        try:
+            prepared.append(ray.get(reference))
+        except ray.exceptions.RayError as error:
+            problem = _explain(ray, worker, error)
+            if len(workers) == 1:
+                raise EngineError(f"{problem}; what finished is kept, run `dvc repro` to go on") from None
+            print(f"  {problem}; another replica does its part", file=sys.stderr, flush=True)
+            workers.remove(worker)
+            ray.kill(worker.actor)
+    return [part for part in prepared if part is not None]
+
+
+def _finish(ray: Any, run: _Run, worker: _Worker, prepared: Sequence[bytes], project: _Project) -> None:
     """Have one replica make the evaluation of all shards, and put it in place."""
     files = [path.as_posix() for path in sorted(run.folder.rglob("*")) if path.is_file()]
-    _get(ray, worker, worker.actor.finish.remote(files, project.server))
+    _get(ray, worker, worker.actor.finish.remote(files, project.server, prepared))
     _fetch_made(ray, worker, "evaluations", Path(run.order.build) / "evaluations" / run.order.candidate)
     shutil.rmtree(run.folder, ignore_errors=True)
 

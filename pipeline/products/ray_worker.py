@@ -142,12 +142,19 @@ class Replica:
                 new.append((name, offset, data))
         return new
 
-    def finish(self, files: Sequence[str], server: Any) -> None:
+    def prepare(self, number: int, count: int) -> bytes | None:
+        """Do this replica's part of what comes after the shards; None where that is not divided."""
+        with self._name_driver_folder(), self._close_with_failure():
+            prepared: bytes | None = self._open.prepare(number, count)
+            return prepared
+
+    def finish(self, files: Sequence[str], server: Any, prepared: Sequence[bytes]) -> None:
         """Evaluate the whole from the shards that the driver holds, on a device like theirs.
 
         Args:
             files: paths of the shards' files in the driver's project.
             server: gives them.
+            prepared: by replicas, of what comes after the shards; what is missing is done here.
         """
         folder = self._build / "shards" / self._order.candidate
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +165,7 @@ class Replica:
             if self._open is None:
                 self._do("evaluate")
             else:
-                self._open.finish([])
+                self._open.finish(prepared)
 
     def make(self) -> str:
         """Build the candidate where its stage does; return a line that says what it became."""

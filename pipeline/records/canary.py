@@ -43,10 +43,11 @@ class CanaryRecord(Record):
 
 
 class CanaryPart(Record):
-    """What one of several endpoints answered to its part of the canary's prompts."""
+    """What an endpoint answered to prompts of the canary, by their place among all, ahead of any margins."""
 
     fingerprint: str
-    records: dict[int, CanaryRecord]  # by the prompt's place among all
+    records: dict[int, CanaryRecord]
+    prompt_tokens: dict[int, tuple[int, ...]]  # of a prompt; none where the endpoint does not give them
 
 
 class CanaryFile(Record):

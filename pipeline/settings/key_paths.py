@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic_core import ErrorDetails
+
 Node = Mapping[str, Any]  # of a JSON schema
 _Places = list[tuple[str | None, Node]]  # what may stand at one place; with a kind where an entry may be of several
+_OF_KEY = "[key]"  # what pydantic's path ends with, after the key as text, where a chosen name is wrong
 
 
 class KeyPaths:
@@ -91,6 +94,16 @@ class KeyPaths:
                 yield from self._open(one, kind)
         else:
             yield kind, node
+
+
+def find_wrong_key(problem: ErrorDetails) -> tuple[Any, ...] | None:
+    """Return the path to a key that is no text, as the file has it; None where pydantic's problem is another one."""
+    path, key = problem["loc"], problem["input"]
+    if problem["type"] == "invalid_key":  # of a section; the path ends with the key as text
+        return (*path[:-1], key)
+    if path[-1:] == (_OF_KEY,) and not isinstance(key, str) and path[-2:-1] in ((key,), (str(key),)):
+        return (*path[:-2], key)
+    return None
 
 
 def _is_kind(part: Any, places: _Places) -> bool:

@@ -20,7 +20,7 @@ import pytest
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
-from pipeline.products.ray_cluster import MAX_FAILURES, _Run, _run_shards, _Worker
+from pipeline.products.ray_cluster import MAX_FAILURES, _prepare, _Run, _run_shards, _Worker
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
 from pipeline.running.progress_view import View
 from pipeline.running.shards import Shard
@@ -58,11 +58,13 @@ class PlayedActor:
         self.host, self.is_alive = host, True
         self._new: list[tuple[str, int, bytes]] = []
         self.earlier: list[dict[str, bytes]] = []
+        self.prepared: list[tuple[int, int]] = []
         calls = {
             "look": lambda *_: (host, True),
             "begin": self._begin,
             "run": self._run,
             "read_new": self._read_new,
+            "prepare": self._prepare,
         }
         self._plan = run
         for name, call in calls.items():
@@ -76,6 +78,10 @@ class PlayedActor:
         self._new.append((f"{number}-of-{count}/{self.host}/calls.jsonl", 0, f'"{number}"\n'.encode()))
         self._plan(self.host, number)
         return 1
+
+    def _prepare(self, number: int, count: int) -> bytes | None:
+        self.prepared.append((number, count))
+        return self._plan(self.host, -number)
 
     def _read_new(self, known: dict[str, int]) -> list[tuple[str, int, bytes]]:
         return [entry for entry in self._new if entry[0] not in known]
@@ -122,10 +128,10 @@ class PlayedRay:
         return {"CPU": 8.0}
 
 
-def run_all(
+def run_shards(
     folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[_Run, set[str]]:
-    """Evaluate; return where it stands at the end, and the files that the driver has."""
+) -> tuple[_Run, list[_Worker]]:
+    """Evaluate; return where it stands at the end, and the replicas that still work."""
     execution = RayExecution(kind="ray", num_workers=len(actors))
     shards = deque(Shard(number, num_shards) for number in range(1, num_shards + 1))
     run = _Run(execution, Order("model", folder.as_posix(), {}), num_shards, shards)
@@ -133,7 +139,14 @@ def run_all(
     monkeypatch.setattr(ray_cluster, "_start", lambda *_: _Worker(next(spare)))
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
     project: Any = SimpleNamespace(root="/", token="t")
-    _run_shards(PlayedRay(), run, [_Worker(actor) for actor in actors], project)
+    return run, _run_shards(PlayedRay(), run, [_Worker(actor) for actor in actors], project)
+
+
+def run_all(
+    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[_Run, set[str]]:
+    """Evaluate; return where it stands at the end, and the files that the driver has."""
+    run, _ = run_shards(folder, actors, num_shards, monkeypatch)
     return run, {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*.jsonl")}
 
 
@@ -149,8 +162,8 @@ def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch:
 def test_one_that_ran_a_shard_ends_the_run_and_no_idle_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle one would load or serve the candidate for it once more; it was ready first."""
     actors = [PlayedActor("a", works), PlayedActor("idle", works)]
-    run_all(tmp_path, actors, 1, monkeypatch)
-    assert [actor.host for actor in actors if actor.is_alive] == ["a"]
+    _, workers = run_shards(tmp_path, actors, 1, monkeypatch)
+    assert [worker.host for worker in workers] == ["a", "idle"], "the first ends it"
 
 
 @pytest.mark.parametrize("end", [RayActorError, ObjectLostError])
@@ -216,6 +229,59 @@ def test_where_no_replica_can_start_there_is_one_line(
     monkeypatch.setattr(PlayedActor, "_begin", refuse)
     with pytest.raises(EngineError, match=said):
         run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 3, monkeypatch)
+
+
+def play_prepare(*plans: Callable[[str, int], Any], idle: int = 0) -> tuple[list[bytes], list[_Worker]]:
+    """Have replicas that ran a shard prepare, each by its plan, and some that ran none."""
+    workers = [
+        _Worker(PlayedActor(f"host-{i}", plan), host=f"host-{i}", known={"x": 0}) for i, plan in enumerate(plans)
+    ]
+    workers += [_Worker(PlayedActor("idle", works), host="idle") for _ in range(idle)]
+    return _prepare(PlayedRay(), workers), workers
+
+
+def name_part(_host: str, number: int) -> bytes:
+    """Prepare a part, which is its number."""
+    return str(-number).encode()
+
+
+def dies(_host: str, _number: int) -> None:
+    """End the process."""
+    raise RayActorError
+
+
+def loses(_host: str, _number: int) -> None:
+    """End the node before its result is fetched."""
+    raise ObjectLostError
+
+
+def fails(_host: str, _number: int) -> None:
+    """Raise what a user can act on."""
+    raise EngineError("the server died")
+
+
+def test_what_follows_the_shards_is_divided_among_those_that_ran_one() -> None:
+    prepared, workers = play_prepare(name_part, name_part, idle=1)
+    assert prepared == [b"1", b"2"] and [worker.actor.prepared for worker in workers] == [[(1, 2)], [(2, 2)], []]
+    assert play_prepare(works, works)[0] == [], "a kind that divides nothing"
+
+
+@pytest.mark.parametrize("plan", [dies, loses, fails])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_replica_that_fails_after_the_shards_leaves_its_part_to_another(
+    capsys: pytest.CaptureFixture[str], plan: Any, place: int
+) -> None:
+    plans = [name_part, name_part]
+    plans[place] = plan
+    prepared, workers = play_prepare(*plans)
+    assert prepared == [str(2 - place).encode()] and [worker.host for worker in workers] == [f"host-{1 - place}"]
+    assert f"  host-{place}: " in (said := capsys.readouterr().err) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("plan", [dies, fails])
+def test_the_last_replica_that_fails_after_the_shards_ends_it_in_one_line(plan: Any) -> None:
+    with pytest.raises(EngineError, match=r"^host-0: .*; what finished is kept, run `dvc repro` to go on$"):
+        play_prepare(plan)
 
 
 def test_workers_are_as_many_as_there_are_resources_for() -> None:

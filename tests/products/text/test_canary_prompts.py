@@ -14,7 +14,8 @@ import pytest
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import spread
 from pipeline.products.text.evals import generation
-from pipeline.products.text.evals.canary import ask_canary, pick_prompts
+from pipeline.products.text.evals.canary import ask_canary
+from pipeline.products.text.evals.canary_prompts import pick_prompts
 from pipeline.products.text.findings.canary import describe_batching, describe_blind
 from pipeline.products.text.serving.answers import Reply
 from pipeline.products.text.settings import ToolCallsEval
@@ -69,10 +70,11 @@ def test_its_answers_are_counted_where_a_run_is_watched(tmp_path: Path, monkeypa
 
     write_questions(tmp_path / "a", "one", "two")
     prompts = pick_prompts({"a": (ToolCallsEval(kind="tool_calls", evalset="a"), load_evalset(tmp_path / "a"))}, 2)
-    engine: Any = SimpleNamespace(connect=lambda *_, **__: contextlib.nullcontext())
+    engine: Any = SimpleNamespace(connect=lambda *_, **__: contextlib.nullcontext(), fingerprint="f")
     monkeypatch.setattr(generation, "ask", answer)
     monkeypatch.setenv("QUANTGATE_PROGRESS", str(tmp_path / "facts.jsonl"))
-    asyncio.run(ask_canary(engine, None, prompts, None, max_tokens=4, prefix="plain "))  # type: ignore[arg-type]
+    places = dict(enumerate(prompts))
+    asyncio.run(ask_canary(engine, None, places, None, max_tokens=4, prefix="plain "))  # type: ignore[arg-type]
     facts = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
     assert {fact["piece"] for fact in facts} == {"plain canary"}
     assert (facts[0]["done"], facts[-1]["done"], facts[-1]["total"]) == (0, 6, 6)

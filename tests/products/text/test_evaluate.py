@@ -12,8 +12,10 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
@@ -407,7 +409,10 @@ def test_the_endpoint_of_the_shards_makes_the_evaluation(
 
 
 class EchoingEndpoint(FakeEndpoint):
-    """Answers the canary with its question, and counts how often it is asked."""
+    """Answers the canary with its question, and counts how often it is asked.
+
+    How sure it is of a token depends on who else is scored with it, as it does of a real one in the last digits.
+    """
 
     def __init__(self, fingerprint: str = "f1") -> None:
         super().__init__()
@@ -418,8 +423,13 @@ class EchoingEndpoint(FakeEndpoint):
         reply = await super().chat(messages, return_token_ids)
         if not return_token_ids:
             return reply
-        self.canary.append(messages[-1]["content"])
-        return dataclasses.replace(reply, text=messages[-1]["content"])
+        question = messages[-1]["content"]
+        self.canary.append(question)
+        return dataclasses.replace(reply, text=question, token_ids=(4, 0), prompt_token_ids=(1, 2, 3))
+
+    async def score(self, batch: list[list[int]], **_: Any) -> list[Any]:
+        sizes = [len(tokens) for tokens in batch]
+        return [SimpleNamespace(top_logprobs=np.full((n - 1, 2), [len(batch) + i, 0.0])) for i, n in enumerate(sizes)]
 
 
 def finish_with_parts(
@@ -459,6 +469,9 @@ def test_the_canary_of_several_replicas_is_that_of_one(
     file = tmp_path / "build/agent/evaluations/a/canary.jsonl"
     expected = file.read_bytes()
     assert sorted(whole.canary) == sorted("abc" * 3) and expected.count(b"\n") == 3
+    assert [json.loads(line)["margins"] for line in expected.splitlines()] == [
+        {"loaded": [n, n]} for n in (3.0, 4.0, 5.0)
+    ]
     shutil.rmtree(tmp_path / "build")
     endpoints = [EchoingEndpoint() for _ in range(num_replicas)]
     finish_with_parts(tmp_path, endpoints, monkeypatch)

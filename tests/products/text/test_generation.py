@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import RequestError, SettingsError
 from pipeline.products.text.chat_templates import has_chat_template
-from pipeline.products.text.evals.canary import pick_prompts
+from pipeline.products.text.evals.canary_prompts import pick_prompts
 from pipeline.products.text.evals.generation import (
     Question,
     answer_question,

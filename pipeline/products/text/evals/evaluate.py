@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +24,13 @@ from pathlib import Path
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.harm_stop import HarmWatch
 from pipeline.products.text.evals.canary import (
-    Prompt,
     ask_canary,
-    make_records,
+    join_parts,
     measure_margins,
     merge_records,
+    write_canary,
 )
+from pipeline.products.text.evals.canary_prompts import Prompt
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
 from pipeline.products.text.evals.registry import EVALS
@@ -40,7 +41,7 @@ from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.products.text.serving.vllm_facts import read_drafts
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.canary import CanaryFile, CanaryPart, CanaryRecord, count_unstable, digest_behaviour
+from pipeline.records.canary import CanaryPart, CanaryRecord
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import (
     Candidate,
@@ -61,8 +62,6 @@ from pipeline.running.progress import tell_kept
 from pipeline.running.shards import Shards, find_shards
 from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
-
-CANARY = "canary.jsonl"
 
 
 class Paths:
@@ -131,83 +130,101 @@ async def _evaluate(
     build: Path,
 ) -> Evaluation:
     start = time.monotonic()
-    describing: Future[list[EvalJob]] = Future()
-    if served is not None:
-        describing.set_result(served.evals)
-    else:  # importing lm-eval takes as long as starting servers does
-        describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
-    if candidate.serving.engine == "openai":
-        await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
     paths = Paths(build, candidate.name)
     shards = find_shards(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    plain = []
-    if candidate.serving.speculative is not None and candidate.serving.engine != "openai":
-        plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root=root, logs=paths.logs)
-    is_traced = product.candidates[candidate.name].trace
+    plain: list[CanaryRecord] = []
     async with contextlib.AsyncExitStack() as stack:
-        if served is not None:
-            engine, client = served.engine, served.client
-        else:
-            starting = start_engine(
-                candidate,
-                product.resources,
-                evals=product.evals,
-                root=root,
-                logs=paths.logs,
-                traces=paths.folder / TRACES if is_traced else None,
-            )
-            engine, client = await stack.enter_async_context(starting)
-        ready_s = time.monotonic() - start
-        evals = await asyncio.wrap_future(
-            describing
-        )  # until then lm-eval's noise is hidden, and all else on stderr with it
-        servers = "1 server" if len(engine.base_urls) == 1 else f"{len(engine.base_urls)} servers"
-        print(f"{candidate.name}: {servers} ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
-        kept = read_kept(paths.last, candidate, engine)
-        records = {}
-        for job in evals:
-            watch = watches.get(job.name)
-            if (file := kept.get(job.name)) is not None and file.key == job.key:
-                records[job.name] = _take_over(paths, job, file, watch)
-            else:
-                records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch, shards)
-        _check_judged(candidate.name, records)
-        prompts = pick_canary(product, evals)
-        answered = _join_parts(served.canary if served is not None else [], engine)
-        missing = [place for place in range(len(prompts)) if place not in answered]
-        asked = await _run_canary(engine, client, [prompts[i] for i in missing], plain, candidate, product)
-        canary = [record for _, record in sorted((answered | dict(zip(missing, asked, strict=True))).items())]
+        if served is None:
+            # importing lm-eval takes as long as starting servers does
+            describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
+            if candidate.serving.engine == "openai":
+                await asyncio.wrap_future(describing)  # nothing starts, and an import may keep an answer waiting
+            elif candidate.serving.speculative is not None:
+                plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root, paths.logs)
+            served = await stack.enter_async_context(_serve(candidate, product, describing, paths, root))
+        records = await _run_evals(candidate, served, paths, watches, shards, root)
+        prompts = pick_canary(product, served.evals)
+        canary = merge_records(plain, await _run_canary(candidate, product, served, prompts))
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
-            speculation = await _read_drafts(client, candidate.serving)
+            speculation = await _read_drafts(served.client, candidate.serving)
         seconds = round(time.monotonic() - start, 3)
-        if is_traced:
+        if product.candidates[candidate.name].trace:
             with tolerate_failure(candidate.name):
-                await trace_engine(engine, product.resources, prompts, evaluation=paths.folder)
+                await trace_engine(served.engine, product.resources, prompts, evaluation=paths.folder)
+    engine = served.engine
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
         checkpoint_digest=candidate.checkpoint.digest,
         serving=candidate.serving,
-        evals={job.name: _build_eval_file(job, paths.folder, len(records[job.name])) for job in evals},
+        evals={job.name: _build_eval_file(job, paths.folder, len(records[job.name])) for job in served.evals},
         served_by=engine.facts,
         proof=engine.proof,
         is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
-        canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
+        canary=write_canary(paths.folder, canary, product.canary.num_prompts),
         speculation=speculation,
         shards=shards.counts if shards else None,
         seconds=seconds,
     )
+    _put_in_place(evaluation, paths)
+    if shards:
+        shards.remove()
+    return evaluation
+
+
+@contextlib.asynccontextmanager
+async def _serve(
+    candidate: Candidate, product: TextProduct, describing: Future[list[EvalJob]], paths: Paths, root: Path
+) -> AsyncIterator[Served]:
+    """Start the candidate's endpoint while its evals are described."""
+    start = time.monotonic()
+    traces = paths.folder / TRACES if product.candidates[candidate.name].trace else None
+    starting = start_engine(
+        candidate, product.resources, evals=product.evals, root=root, logs=paths.logs, traces=traces
+    )
+    async with starting as (engine, client):
+        ready_s = time.monotonic() - start
+        evals = await asyncio.wrap_future(describing)  # until then lm-eval's noise is hidden, and all else on stderr
+        servers = "1 server" if len(engine.base_urls) == 1 else f"{len(engine.base_urls)} servers"
+        print(f"{candidate.name}: {servers} ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
+        yield Served(engine, client, evals)
+
+
+async def _run_evals(
+    candidate: Candidate,
+    served: Served,
+    paths: Paths,
+    watches: Mapping[str, HarmWatch],
+    shards: Shards | None,
+    root: Path,
+) -> dict[str, list[CaseRecord]]:
+    """Return the records of each eval, asked or taken over.
+
+    Raises:
+        EvidenceError: cases could not be judged.
+    """
+    kept = _read_kept(paths.last, candidate, served.engine)
+    records = {}
+    for job in served.evals:
+        watch = watches.get(job.name)
+        if (file := kept.get(job.name)) is not None and file.key == job.key:
+            records[job.name] = _take_over(paths, job, file, watch)
+        else:
+            records[job.name] = await _run_eval(job, candidate, served, paths, watch, shards, root)
+    _check_judged(candidate.name, records)
+    return records
+
+
+def _put_in_place(evaluation: Evaluation, paths: Paths) -> None:
+    """Write what says that an evaluation is whole; its folder takes the place of the last one, a copy the journal's."""
     write_record(paths.folder / "evaluation.json", evaluation)
     replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
-    if shards:
-        shards.remove()
     shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
-    return evaluation
 
 
 async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCounts | None:
@@ -218,7 +235,7 @@ async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCou
 
 
 async def _ask_plain(
-    candidate: Candidate, product: TextProduct, evals: list[EvalJob], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, evals: list[EvalJob], root: Path, logs: Path
 ) -> list[CanaryRecord]:
     """Ask the canary of a candidate with drafts without them."""
     if not (prompts := pick_canary(product, evals)):
@@ -226,72 +243,30 @@ async def _ask_plain(
     off = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
     async with starting as (engine, client):
-        return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
+        return await _run_canary(off, product, Served(engine, client, evals), prompts, prefix="plain ")
 
 
 async def _run_canary(
-    engine: Engine,
-    client: Client,
-    prompts: list[Prompt],
-    plain: list[CanaryRecord],
-    candidate: Candidate,
-    product: TextProduct,
-    *,
-    prefix: str = "",
+    candidate: Candidate, product: TextProduct, served: Served, prompts: Sequence[Prompt], *, prefix: str = ""
 ) -> list[CanaryRecord]:
+    """Ask what no other endpoint has answered, and measure the margins of all."""
     if not prompts:
         return []
     start = time.monotonic()
-    answers, replies = await ask_canary(
-        engine, client, prompts, product.resources, max_tokens=candidate.serving.max_tokens, prefix=prefix
-    )
-    margins = {f"{prefix}loaded": await measure_margins(client, replies)}
-    print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    return merge_records(plain, make_records(prompts, answers, margins))
-
-
-async def ask_canary_part(
-    candidate: Candidate,
-    product: TextProduct,
-    number: int,
-    count: int,
-    evals: list[EvalJob],
-    engine: Engine,
-    client: Client,
-) -> CanaryPart:
-    """Ask an endpoint that runs already a part of the canary's prompts; `number` counts from 1."""
-    prompts = pick_canary(product, evals)
-    places = range(number - 1, len(prompts), count)
-    records = await _run_canary(engine, client, [prompts[i] for i in places], [], candidate, product)
-    return CanaryPart(fingerprint=engine.fingerprint, records=dict(zip(places, records, strict=True)))
-
-
-def _join_parts(parts: Sequence[CanaryPart], engine: Engine) -> dict[int, CanaryRecord]:
-    """Return the records of several endpoints by the prompt's place.
-
-    Raises:
-        EvidenceError: another endpoint answered a part.
-    """
-    if foreign := next((part for part in parts if part.fingerprint != engine.fingerprint), None):
-        raise EvidenceError(
-            f"canary: expected all answers of fingerprint {engine.fingerprint[:12]}, got some of "
-            f"{foreign.fingerprint[:12]}; run this stage again"
+    answered = join_parts(served.engine.fingerprint, served.canary)
+    if missing := {place: prompt for place, prompt in enumerate(prompts) if place not in answered.records}:
+        asked = await ask_canary(
+            served.engine,
+            served.client,
+            missing,
+            product.resources,
+            max_tokens=candidate.serving.max_tokens,
+            prefix=prefix,
         )
-    return {place: record for part in parts for place, record in part.records.items()}
-
-
-def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:
-    if not records:
-        return None
-    write_cases(folder / CANARY, records)
-    return CanaryFile(
-        num_asked=num_asked,
-        num_prompts=len(records),
-        num_unstable=count_unstable(records),
-        records=CANARY,
-        sha256=digest_file(folder / CANARY),
-        behaviour=digest_behaviour(records),
-    )
+        answered = join_parts(served.engine.fingerprint, [answered, asked])
+    records = await measure_margins(served.client, answered, f"{prefix}loaded")
+    print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    return records
 
 
 def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
@@ -300,7 +275,7 @@ def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
     return {name: digest_text(text) for name, text in config.items()}
 
 
-def read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
+def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
     """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
     if candidate.serving.engine == "openai":
         return {}  # what runs behind it now may be another model than then
@@ -335,13 +310,13 @@ def _take_over(paths: Paths, job: EvalJob, file: EvalFile, watch: HarmWatch | No
 async def _run_eval(
     job: EvalJob,
     candidate: Candidate,
-    engine: Engine,
-    client: Client,
+    served: Served,
     paths: Paths,
-    root: Path,
     watch: HarmWatch | None,
     shards: Shards | None,
+    root: Path,
 ) -> list[CaseRecord]:
+    engine = served.engine
     start = time.monotonic()
     path = paths.journals / f"{job.name}.jsonl"
     with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
@@ -351,7 +326,7 @@ async def _run_eval(
             print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
         if shards:
             shards.merge(job.name, engine.facts, key=job.key, journal=journal)
-        context = replace(make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
+        context = replace(make_context(job, candidate, served, journal, root, paths.folder), watch=watch)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
         raise EngineError(
@@ -365,21 +340,21 @@ async def _run_eval(
 
 
 def make_context(
-    job: EvalJob, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
+    job: EvalJob, candidate: Candidate, served: Served, journal: Journal, root: Path, folder: Path
 ) -> EvalContext:
     """Return what one eval of a candidate is given to work with."""
     return EvalContext(
         name=job.name,
         settings=job.settings,
         evalset=job.evalset,
-        client=client,
+        client=served.client,
         journal=journal,
         checkpoint=locate_checkpoint(candidate.checkpoint.path, root),
         folder=folder,
-        concurrency=candidate.serving.concurrency * len(engine.base_urls),
+        concurrency=candidate.serving.concurrency * len(served.engine.base_urls),
         max_tokens=candidate.serving.max_tokens,
         context_length=candidate.serving.context_length,
-        fingerprint=engine.fingerprint,
+        fingerprint=served.engine.fingerprint,
         is_plain=job.is_plain,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.text.chat_templates import has_chat_template
-from pipeline.products.text.evals.canary import Prompt, pick_prompts
+from pipeline.products.text.evals.canary_prompts import Prompt, pick_prompts
 from pipeline.products.text.evals.generation import Question
 from pipeline.products.text.evals.harness import import_library
 from pipeline.products.text.evals.material import load_task

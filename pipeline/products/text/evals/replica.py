@@ -1,6 +1,7 @@
 """One endpoint of a candidate, which evaluates shards of its cases one after another (`pipeline/running/shards.py`).
 
-Once all shards are done, each endpoint answers its part of the canary, as each server of one machine does.
+Once all shards are done, each endpoint answers its part of the canary, as each server of one machine does, and one of
+them measures the margins of all answers.
 """
 
 from __future__ import annotations
@@ -18,24 +19,17 @@ from typing import Any
 
 from pipeline.errors import EvidenceError
 from pipeline.product import OpenReplica
-from pipeline.products.text.evals.evaluate import (
-    Served,
-    ask_canary_part,
-    can_be_served,
-    evaluate_candidate,
-    make_context,
-)
-from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets
+from pipeline.products.text.evals.canary import ask_canary
+from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context
+from pipeline.products.text.evals.jobs import describe_evals, load_evalsets, pick_canary
 from pipeline.products.text.evals.registry import EVALS
-from pipeline.products.text.serving.client import Client
-from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.canary import CanaryPart
 from pipeline.records.evaluations import Candidate, format_failures
 from pipeline.running.shards import AttemptFolder, Shard
 
-_Work = Callable[[list[EvalJob], Engine, Client], Awaitable[Any]]
+_Work = Callable[[Served], Awaitable[Any]]
 
 
 @contextlib.contextmanager
@@ -60,13 +54,14 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         # importing lm-eval takes as long as starting servers does
         describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
         logs = build / "logs" / candidate.name
-        async with start_engine(candidate, product.resources, evals=product.evals, root=root, logs=logs) as served:
-            jobs = await asyncio.wrap_future(describing)
+        starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=logs)
+        async with starting as (engine, client):
+            served = Served(engine, client, await asyncio.wrap_future(describing))
             ready.set_result(None)
             while (order := await asyncio.to_thread(orders.get)) is not None:
                 work, done = order
                 try:
-                    done.set_result(await work(jobs, *served))
+                    done.set_result(await work(served))
                 except Exception as error:
                     done.set_exception(error)
 
@@ -75,8 +70,8 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         orders.put((work, done))
         return done.result()
 
-    async def evaluate(canary: Sequence[CanaryPart], jobs: list[EvalJob], engine: Engine, client: Client) -> None:
-        await whole(served=Served(engine, client, jobs, canary))
+    async def evaluate(canary: Sequence[CanaryPart], served: Served) -> None:
+        await whole(served=replace(served, canary=canary))
 
     def run(shard: Shard) -> int:
         return int(ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root)))
@@ -85,7 +80,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         # an attached server may be that of the other replicas, whose requests would be in flight beside those "alone"
         if not can_be_served(candidate, product) or candidate.serving.engine == "openai":
             return None
-        part: CanaryPart = ask(partial(ask_canary_part, candidate, product, number, count))
+        part: CanaryPart = ask(partial(_ask_part, candidate, product, number, count))
         return part.model_dump_json().encode()
 
     def finish(prepared: Sequence[bytes]) -> None:
@@ -107,23 +102,23 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         serving.result()
 
 
-async def _run(
-    candidate: Candidate,
-    attempt: AttemptFolder,
-    shard: Shard,
-    root: Path,
-    jobs: list[EvalJob],
-    engine: Engine,
-    client: Client,
-) -> int:
+async def _run(candidate: Candidate, attempt: AttemptFolder, shard: Shard, root: Path, served: Served) -> int:
     """Ask the cases of a shard, eval by eval."""
-    for job in jobs:
+    for job in served.evals:
         with (
-            attempt.open_journal(job.name, engine.facts, key=job.key) as journal,
+            attempt.open_journal(job.name, served.engine.facts, key=job.key) as journal,
             TemporaryDirectory() as unused,  # arrays of all cases are made of what the journal holds of each
         ):
-            context = make_context(job, candidate, engine, client, journal, root, Path(unused))
+            context = make_context(job, candidate, served, journal, root, Path(unused))
             records = await EVALS[job.settings.kind](replace(context, shard=shard))
         if problem := format_failures(records):
             raise EvidenceError(f"{candidate.name}: shard {shard}: {job.name}: {problem}; the judged cases are kept")
     return attempt.finish()
+
+
+async def _ask_part(candidate: Candidate, product: TextProduct, number: int, count: int, served: Served) -> CanaryPart:
+    """Ask one of `count` parts of the canary's prompts; `number` counts from 1."""
+    prompts = pick_canary(product, served.evals)
+    part = {place: prompts[place] for place in range(number - 1, len(prompts), count)}
+    limit = candidate.serving.max_tokens
+    return await ask_canary(served.engine, served.client, part, product.resources, max_tokens=limit)

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 
 from pipeline.errors import EngineError
-from pipeline.products.text.evals.canary import Prompt
+from pipeline.products.text.evals.canary_prompts import Prompt
 from pipeline.products.text.evals.generation import Content, ask
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
