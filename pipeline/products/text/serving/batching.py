@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.products.text.serving import paged_attention, varlen_attention
+from pipeline.products.text.serving import paged_attention, prefix_cache, varlen_attention
 from pipeline.products.text.serving.input_rounding import leaves_the_gpu
 from pipeline.products.text.serving.sizing import (
     DeviceFacts,
@@ -67,6 +67,7 @@ def plan_batching(
         kv_cache_gib=kv_cache_gib,
     )
     attention = choose_attention(model)
+    prefix_cache.register()
     return Batching(attention, build_batching_config(sizes, attention, serving.concurrency), sizes.max_forward_tokens)
 
 
