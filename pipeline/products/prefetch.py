@@ -133,13 +133,14 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
         JournalError: another run works here.
         QuantgateError: stage `env` failed.
     """
+    start = time.monotonic()
     with lock_project():
         run_env()
         params = load_params()
         candidates = choose_candidates(params, names)
         watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
         num_jobs = num_jobs or count_jobs(params, candidates.values())
-        with View(ENV / "progress.jsonl") as view, end_on_sigterm(view):
+        with View(ENV / "progress.jsonl", start=start) as view, end_on_sigterm(view):
             yield view, candidates, Share(params, watched, num_jobs, list_own_gpus())
 
 

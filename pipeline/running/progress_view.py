@@ -54,11 +54,19 @@ class FactFile:
 class View:
     """Shows a run as long as it is open. Use as a context manager; several threads may call it."""
 
-    def __init__(self, facts: Path, *, clock: Clock = time.monotonic, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        facts: Path,
+        *,
+        start: float | None = None,
+        clock: Clock = time.monotonic,
+        console: Console | None = None,
+    ) -> None:
         """Prepare it.
 
         Args:
             facts: the file for what processes say, made new; beside it lie the last times and the machine.
+            start: of the run, by the clock, where work was done ahead of the view; None: now.
             clock: seconds.
             console: where it is shown.
         """
@@ -76,13 +84,13 @@ class View:
         self.later = Estimate()  # what comes after the phase at hand
         self._phases: list[Phase] = []
         self._lock, self._end = threading.RLock(), threading.Event()
-        self._start = self._last_lines = clock()
+        self._last_lines = clock()
+        self._start = self._last_lines if start is None else start
 
     def __enter__(self) -> View:
         self._facts_path.parent.mkdir(parents=True, exist_ok=True)
         self._facts_path.write_bytes(b"")
         os.environ[FILE] = str(self._facts_path.resolve())
-        self._cpu_s = read_cpu_s()
         if self.has_bars:
             self._live.start()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="progress-view")
@@ -98,7 +106,7 @@ class View:
         os.environ.pop(FILE, None)
         self._facts_path.unlink(missing_ok=True)
         if self._phases:
-            for line in format_summary(self._phases, self._clock() - self._start, read_cpu_s() - self._cpu_s):
+            for line in format_summary(self._phases, self._clock() - self._start, read_cpu_s()):
                 print(line, file=sys.stderr, flush=True)
 
     def plan(self, title: str, planned: Sequence[str], *, num_jobs: int = 1, is_serial: bool = False) -> Phase:
