@@ -23,7 +23,7 @@ from tests.fakes.project_copy import ProjectCopy, list_ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8, "scenes": 8, "panoramas": 4}
+NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8, "scenes": 8}
 TEXT_EVALS = ("workflows", "tool_calls", "choices", "prose")
 NUM_CALIBRATION = 24  # texts of each source
 # so few cases prove little: wide enough for INT4, far too narrow for a model that answers noise
@@ -32,6 +32,9 @@ TOLERANCES = {
     "tool_calls/tool_call_exact_match": {"overall": 0.4},
     "choices/accuracy": {"overall": 0.4},
     "prose/perplexity_per_token": {"overall": 0.5},
+}
+PEOPLE_TOLERANCES = {f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")} | {
+    "scenes/finite_output_rate": {"overall": 0.5}
 }
 GPTQ = {
     "kind": "gptq",
@@ -47,8 +50,7 @@ RELEASE = f"release@{PRODUCT}"
 OTHERS = {
     "shots": ["shots", "bf16"],
     "people": ["people", "winograd-calibrated"],
-    "upscaler": ["upscaler", "tiled-hann"],
-}
+}  # one of each kind beside the text product
 OTHER_NAMES = {name for product, candidates in OTHERS.items() for name in (product, *candidates)}
 
 
@@ -110,15 +112,8 @@ def cut_evalset(folder: Path, num_cases: int) -> None:
     seal(folder)
 
 
-def cut_product(product: dict[str, Any], release: list[str], tolerances: dict[str, Any]) -> dict[str, Any]:
-    """Return a product of vision whose one candidate is let through on so few pictures."""
-    (name,) = product["evals"]
-    tolerances = tolerances | {f"{name}/finite_output_rate": {"overall": 0.5}}
-    return product | {"release": release, "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances}}
-
-
 def describe_gate(tolerances: dict[str, Any]) -> dict[str, Any]:
-    """Return the gate's section of the text product."""
+    """Return a product's section `gate`."""
     return {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances}
 
 
@@ -175,16 +170,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
                     "resources": {"num_workers": 1},
                     "gate": products["shots"]["gate"] | {"on_inconclusive": "warn"},
                 },  # eight images prove nothing
-                "people": cut_product(
-                    products["people"],
-                    ["winograd-calibrated"],
-                    {f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")},
-                ),
-                "upscaler": cut_product(
-                    products["upscaler"],
-                    ["tiled-hann"],
-                    {"panoramas/psnr_db": {"overall": 0.1}, "panoramas/seam_step_levels": {"overall": 0.5}},
-                ),
+                "people": products["people"]
+                | {
+                    "release": ["winograd-calibrated"],
+                    "gate": describe_gate(PEOPLE_TOLERANCES) | {"on_inconclusive": "warn"},
+                },
             },
             "candidates": {
                 "reference": {"product": PRODUCT, "checkpoint": "models/agent", "steps": []},
