@@ -137,11 +137,7 @@ def evaluate_on_ray(
         shards = [Shard(number, count) for number in range(1, count + 1)]
         run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
-        workers = _run_shards(ray, run, workers, project)
-        prepared = _prepare(ray, workers)
-        for worker in workers[1:]:
-            ray.kill(worker.actor)
-        _finish(ray, run, workers[0], prepared, project)
+        _finish(ray, run, _run_shards(ray, run, workers, project), project)
 
 
 def build_on_ray(
@@ -379,8 +375,12 @@ def _prepare(ray: Any, workers: list[_Worker]) -> list[bytes]:
     return [part for part in prepared if part is not None]
 
 
-def _finish(ray: Any, run: _Run, worker: _Worker, prepared: Sequence[bytes], project: _Project) -> None:
-    """Have one replica make the evaluation of all shards, and put it in place."""
+def _finish(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> None:
+    """Have one replica make the evaluation of all shards and of what the others prepared, and put it in place."""
+    prepared = _prepare(ray, workers)
+    worker, *others = workers
+    for other in others:
+        ray.kill(other.actor)
     files = [path.as_posix() for path in sorted(run.folder.rglob("*")) if path.is_file()]
     _get(ray, worker, worker.actor.finish.remote(files, project.server, prepared))
     _fetch_made(ray, worker, "evaluations", Path(run.order.build) / "evaluations" / run.order.candidate)

@@ -20,7 +20,7 @@ import pytest
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
-from pipeline.products.ray_cluster import MAX_FAILURES, _prepare, _Run, _run_shards, _Worker
+from pipeline.products.ray_cluster import MAX_FAILURES, _finish, _prepare, _Run, _run_shards, _Worker
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
 from pipeline.running.progress_view import View
 from pipeline.running.shards import Shard
@@ -59,12 +59,16 @@ class PlayedActor:
         self._new: list[tuple[str, int, bytes]] = []
         self.earlier: list[dict[str, bytes]] = []
         self.prepared: list[tuple[int, int]] = []
+        self.finished: list[bytes] | None = None
         calls = {
             "look": lambda *_: (host, True),
             "begin": self._begin,
             "run": self._run,
             "read_new": self._read_new,
             "prepare": self._prepare,
+            "finish": self._finish,
+            "list_made": lambda *_: ["evaluation.json"],
+            "read_made": lambda folder, path, offset: b"{}"[offset:],
         }
         self._plan = run
         for name, call in calls.items():
@@ -82,6 +86,9 @@ class PlayedActor:
     def _prepare(self, number: int, count: int) -> bytes | None:
         self.prepared.append((number, count))
         return self._plan(self.host, -number)
+
+    def _finish(self, _files: list[str], _server: Any, prepared: list[bytes]) -> None:
+        self.finished = prepared
 
     def _read_new(self, known: dict[str, int]) -> list[tuple[str, int, bytes]]:
         return [entry for entry in self._new if entry[0] not in known]
@@ -266,6 +273,21 @@ def test_what_follows_the_shards_is_divided_among_those_that_ran_one() -> None:
     assert play_prepare(works, works)[0] == [], "a kind that divides nothing"
 
 
+def test_one_finishes_with_what_all_prepared_and_the_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(_host: str, number: int) -> bytes:
+        return str(number).encode()
+
+    actors = [PlayedActor(host, prepare) for host in ("a", "b")] + [PlayedActor("idle", works)]
+    run, workers = run_shards(tmp_path, actors, 2, monkeypatch)
+    server: Any = SimpleNamespace(server=None)
+    _finish(PlayedRay(), run, workers, server)
+    assert [actor.finished for actor in actors] == [[b"-1", b"-2"], None, None]
+    assert [actor.is_alive for actor in actors] == [True, False, False]
+    assert (tmp_path / "evaluations/model/evaluation.json").read_bytes() == b"{}" and not run.folder.exists()
+
+
 @pytest.mark.parametrize("plan", [dies, loses, fails])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_replica_that_fails_after_the_shards_leaves_its_part_to_another(
@@ -380,6 +402,18 @@ def test_a_process_that_dies_in_a_replica_is_its_kinds_own_line_and_the_next_sha
     with pytest.raises(EngineError, match=r"^shots: a process that draws died$"):
         replica.run(1, 2, {})
     assert replica.run(2, 2, {}) == 7 and starts == [0, 1]
+
+
+def test_a_replica_hands_on_its_part_and_what_others_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    opened = SimpleNamespace(run=lambda shard: 1, prepare=lambda *part: given.append(part), finish=given.append)
+    replica = Replica()
+    replica._order, replica._build = Order("model", "build/p", {}), tmp_path
+    monkeypatch.setattr(replica, "_do", lambda method: contextlib.nullcontext(opened))
+    replica.run(1, 1, {})
+    assert replica.prepare(2, 3) is None, "of a kind that divides nothing"
+    replica.finish([], None, [b"part"])
+    assert given == [(2, 3), [b"part"]]
 
 
 def test_a_node_is_sent_what_a_candidate_needs_and_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:

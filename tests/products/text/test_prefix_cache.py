@@ -20,22 +20,25 @@ class Conversations:
         self._manager: Any = cache.BlockManager(6, LENGTH, tp_on=False)
 
     def answer(self, name: str) -> None:
-        """Answer a request of a conversation, and let go of what it had in use."""
-        tokens = self._list_tokens(name)
-        blocks = self._manager.get_free_blocks(2, None, shareable=True, group_id=0)
-        self._manager.mark_shareable_blocks_as_complete(2, blocks, tokens)
+        """Answer a request of a conversation by what is cached of it, as the library does, and let go of it."""
+        hashes = self._list_hashes(name)
+        if self.is_kept(name):
+            blocks = [self._manager._hash_to_id[each] for each in hashes]
+            for block in blocks:
+                self._manager.increase_ref_count(block)
+        else:
+            blocks = self._manager.get_free_blocks(2, None, shareable=True, group_id=0)
+            self._manager.mark_shareable_blocks_as_complete(2, blocks, [ord(name)] * 2 * LENGTH)
         self._manager.free_blocks(blocks, shareable=True)
 
     def is_kept(self, name: str) -> bool:
-        """Look for its prefix as the library does for a new request."""
-        found: list[int] = []
-        for start in (0, LENGTH):
-            tokens = self._list_tokens(name)[start : start + LENGTH]
-            found.append(self._manager.compute_hash(found[-1] if found else None, tokens, group_id=0))
-        return all(each in self._manager._hash_to_id for each in found)
+        """Say whether all of it is cached."""
+        return all(each in self._manager._hash_to_id for each in self._list_hashes(name))
 
-    def _list_tokens(self, name: str) -> list[int]:
-        return [ord(name)] * 2 * LENGTH
+    def _list_hashes(self, name: str) -> list[int]:
+        tokens = [ord(name)] * LENGTH
+        first = self._manager.compute_hash(None, tokens, group_id=0)
+        return [first, self._manager.compute_hash(first, tokens, group_id=0)]
 
 
 @pytest.fixture
