@@ -281,8 +281,8 @@ def test_one_finishes_with_what_all_prepared_and_the_others_end(
 
     actors = [PlayedActor(host, prepare) for host in ("a", "b")] + [PlayedActor("idle", works)]
     run, workers = run_shards(tmp_path, actors, 2, monkeypatch)
-    server: Any = SimpleNamespace(server=None)
-    _finish(PlayedRay(), run, workers, server)
+    project: Any = SimpleNamespace(server=None)
+    _finish(PlayedRay(), run, workers, project)
     assert [actor.finished for actor in actors] == [[b"-1", b"-2"], None, None]
     assert [actor.is_alive for actor in actors] == [True, False, False]
     assert (tmp_path / "evaluations/model/evaluation.json").read_bytes() == b"{}" and not run.folder.exists()
