@@ -17,6 +17,7 @@ from pipeline.__main__ import main
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.preflight import check_gates
+from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.products.params import load_params
 from pipeline.products.starting import init_product
 from pipeline.products.text.start import choose_step
@@ -97,6 +98,8 @@ def test_what_a_kind_starts_with_is_taken_by_all_checks(
     assert check_gates([product], Path()) == [f"bot: {caught.value}"], "a warning, as the run goes on to a verdict"
     changes = difflib.ndiff(before.splitlines(), Path("params.yaml").read_text().splitlines())
     assert not [line for line in changes if line.startswith("-")]
+    rows = plan_product(product, load_evalsets(product, Path()), Path())
+    assert all(row.power is None or row.power >= 0.8 for row in rows), "a user's first plan was a toss of a coin"
 
 
 def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def _build_choices(name: str) -> _Example:
     task = {folder / f"{folder.name}.yaml": _TASK.format(folder=folder).encode()}
     return _Example(
         f"choices: {{kind: harness, task: {folder.name}, include_path: {folder}}}",
-        "choices/accuracy: {overall: 0.15}",
+        "choices/accuracy: {overall: 0.16}",
         files | task,
     )
 
@@ -209,7 +209,7 @@ def _build_calls(name: str, *, knows_tools: bool) -> _Example:
     tools = ", send_tools: true" if knows_tools else ""
     return _Example(
         f"calls: {{kind: tool_calls, evalset: {folder}{tools}}}",
-        "calls/tool_call_accepted_rate: {overall: 0.15}",
+        "calls/tool_call_accepted_rate: {overall: 0.16}",
         build_evalset(folder, cases, kind="tool_calls", cluster="a request", tools={"book": _TOOL}),
     )
 
