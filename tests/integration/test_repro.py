@@ -161,6 +161,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
                     "release": ["int4"],
                     "gate": describe_gate(TOLERANCES),
                     "resources": products[PRODUCT]["resources"] | {"num_servers": 1},
+                    "canary": {"num_prompts": 8, "target_rate": 0.49},
                     "benchmark": BENCHMARK,
                 },
                 "shots": products["shots"]
