@@ -17,14 +17,14 @@ from typing import Any
 
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import SettingsError
+from pipeline.errors import CheckpointError, SettingsError
 from pipeline.product import Start
 from pipeline.products import KINDS
 from pipeline.products.params import PARAMS, Params, parse_params, read_settings
 from pipeline.records.files import replace_whole, write_text
 from pipeline.running.environment import read_machine
 from pipeline.running.stage_code import list_stages
-from pipeline.settings.base import METRICS, RELEASE, REPORTS
+from pipeline.settings.base import METRICS, RELEASE, REPORTS, Product
 from pipeline.settings.hub_names import SCHEME, find_unpinned
 from pipeline.settings.yaml_blocks import add_entry, remove_entries
 from pipeline.settings.yaml_files import parse_yaml, read_text
@@ -32,6 +32,7 @@ from pipeline.settings.yaml_files import parse_yaml, read_text
 _LOCK = Path("dvc.lock")
 _PROJECT = Path("pyproject.toml")  # names the shipped products
 _KEPT = (RELEASE, REPORTS, METRICS)  # what git holds of a product's runs
+_BOUNDLESS_MIB = 1 << 40
 
 
 def init_product(
@@ -69,7 +70,7 @@ def init_product(
     try:
         _write_files(start, root)
         product = parse_params(parse_yaml(text)).products[name]
-        warnings = KINDS[kind].check(product, root, read_machine())
+        warnings = _check_anywhere(product, root)
     except BaseException:
         for folder in _list_folders(start):
             shutil.rmtree(root / folder, ignore_errors=True)
@@ -77,6 +78,20 @@ def init_product(
     write_text(root / PARAMS, text)
     _remove_results(before, removed, root)
     return [*(f"warning: {line}" for line in warnings), *_describe(name, start, removed)]
+
+
+def _check_anywhere(product: Product, root: Path) -> list[str]:
+    """Return warnings; that a model is too large for this machine is one, as another may run it.
+
+    Raises:
+        QuantgateError: what stands in the way on any machine.
+    """
+    check, machine = KINDS[product.kind].check, read_machine()
+    check(product, root, machine.model_copy(update={"memory_mib": _BOUNDLESS_MIB, "gpus": ()}))
+    try:
+        return check(product, root, machine)
+    except CheckpointError as error:
+        return [str(error)]
 
 
 def _check_options(kind: str, options: Mapping[str, str]) -> None:

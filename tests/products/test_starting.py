@@ -18,13 +18,16 @@ from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.preflight import check_gates
 from pipeline.gate.suite_sizes import load_evalsets, plan_product
+from pipeline.products import starting
 from pipeline.products.params import load_params
 from pipeline.products.starting import init_product
 from pipeline.products.text.start import choose_step
 from pipeline.records.digests import digest_file
+from pipeline.running.environment import read_machine
 from pipeline.settings.yaml_blocks import add_entry, remove_entries
 from pipeline.settings.yaml_files import read_yaml
 from tests.fakes.hollow_llama import SHAPES, write_hollow_llama
+from tests.fakes.tiny_architectures import write_tiny_model
 from tests.paths import ROOT
 
 FILES = ("params.yaml", "pyproject.toml", "dvc.lock", "dvc.yaml")
@@ -100,6 +103,26 @@ def test_what_a_kind_starts_with_is_taken_by_all_checks(
     assert not [line for line in changes if line.startswith("-")]
     rows = plan_product(product, load_evalsets(product, Path()), Path())
     assert all(row.power is None or row.power >= 0.8 for row in rows), "a user's first plan was a toss of a coin"
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_started(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop refused to write the settings of a model that a server was to run."""
+    monkeypatch.chdir(project)
+    small = read_machine().model_copy(update={"memory_mib": 8, "gpus": ()})
+    monkeypatch.setattr(starting, "read_machine", lambda: small)
+    said = init_product("bot", "text", "models/agent", {}, root=Path())
+    assert said[0].startswith("warning: candidates.bot (models/agent): serving takes ")
+    assert "bot" in load_params().products
+
+
+def test_a_mixture_of_experts_is_started_as_it_is(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be served and compared, but not quantised: nothing was written at all."""
+    monkeypatch.chdir(project)
+    write_tiny_model(Path("models/experts"), "mixtral")
+    init_product("bot", "text", "models/experts", {}, root=Path())
+    product = load_params().products["bot"]
+    assert product.release == ["bot-again"] and product.candidates["bot-again"].steps == []
+    assert "# not quantised: " in Path("params.yaml").read_text()
 
 
 def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """What will a run cost? Minutes, memory and disk of each candidate, from config.json, headers and cases alone.
 
-Memory is that of `memory.py`. Minutes of an evaluation are those of the last one in `build/`, scaled by the bytes of
-the weights where another candidate of the product made it. Where there is none, and for quantising, they are a guess
-from a roofline: the bytes that a decode step reads, and the operations of prompts and calibration, at the speeds below.
+Memory is that of `memory.py`. Minutes of an evaluation are those of the last one in `build/` by the same engine in the
+same precision, its own or another candidate's, scaled by the number of weights. Where there is none of a model of like
+size, and for quantising, they are a guess from a roofline: the bytes that a decode step reads, and the operations of
+prompts and calibration, at the speeds below.
 A guess may be wrong by a factor of 3, and by more on unusual machines. It is marked as one.
 
 Not covered: lm-eval tasks whose cases only lm-eval knows, the benchmark, several nodes, and starting servers.
@@ -18,8 +19,8 @@ from pathlib import Path
 from pipeline.errors import EvidenceError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import align_columns
-from pipeline.products.text.footprint import count_load_bytes, find_block_linears
-from pipeline.products.text.memory import estimate_needs, read_folder
+from pipeline.products.text.footprint import TYPE_BYTES, count_load_bytes, find_block_linears
+from pipeline.products.text.memory import count_served_bytes, estimate_needs, read_folder, read_parallelism
 from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import (
     CandidateSettings,
@@ -27,13 +28,14 @@ from pipeline.products.text.settings import (
     TextProduct,
     TrajectoriesEval,
 )
-from pipeline.records.evaluations import Evaluation
+from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.running.environment import Machine
 from pipeline.running.hub import locate_checkpoint
 
 _TOKEN_CHARACTERS = 4  # of a case as JSON
 _GIB = 1 << 30
+_MOST_SCALED = 4  # times as many weights, or as few, as a run whose minutes are scaled
 
 
 @dataclass(frozen=True)
@@ -112,23 +114,26 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
 
 def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, speed: Speed) -> tuple[float, str]:
     """Return the minutes of an evaluation and where they come from: its own last one, another's, or a guess."""
-    size = _count_weight_bytes(product.candidates[name], product, root)
+    candidate = product.candidates[name]
+    tensors, config = read_folder(locate_checkpoint(candidate.checkpoint, root))
+    num_weights = count_load_bytes(tensors, config, dtype="float32") // TYPE_BYTES["float32"]
     for other in (name, product.reference, *product.candidates):
         try:
+            made = read_record(build / "candidates" / other / "candidate.json", Candidate)
             evaluation = read_record(build / "evaluations" / other / "evaluation.json", Evaluation)
         except EvidenceError:
             continue
-        ratio = 1.0 if other == name else size / _count_weight_bytes(product.candidates[other], product, root)
-        return evaluation.seconds * ratio / 60, f"last run of {other}"
-    return _guess_evaluation(product, root, size, speed) / 60, "a guess"
+        is_of_it = evaluation.checkpoint_digest == made.checkpoint.digest
+        was, now = evaluation.serving, (candidate.engine.kind, product.serving.dtype)
+        ratio = num_weights / made.checkpoint.num_parameters
+        if is_of_it and (was.engine, was.dtype) == now and 1 / _MOST_SCALED <= ratio <= _MOST_SCALED:
+            return evaluation.seconds * ratio / 60, f"last run of {other}"
+    return _guess_evaluation(candidate, product, root, num_weights, speed) / 60, "a guess"
 
 
-def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> int:
-    tensors, config = read_folder(locate_checkpoint(candidate.checkpoint, root))
-    return count_load_bytes(tensors, config, dtype=product.serving.dtype)
-
-
-def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed: Speed) -> float:
+def _guess_evaluation(
+    candidate: CandidateSettings, product: TextProduct, root: Path, num_weights: int, speed: Speed
+) -> float:
     """Guess the seconds of evals and canary from the length of cases, and from answers of half the full length."""
     prompts, answers = 0, 0
     for settings in product.evals.values():
@@ -140,13 +145,14 @@ def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed
         turns = settings.max_turns / 2 if isinstance(settings, TrajectoriesEval) else 1
         prompts += sum(len(case.model_dump_json()) for case in cases) // _TOKEN_CHARACTERS
         answers += int(turns * len(cases) * product.serving.max_tokens / 2) if settings.chats else 0
-    num_weights = weight_bytes / (4 if product.serving.dtype == "float32" else 2)
-    in_flight = product.serving.concurrency * product.resources.num_servers
+    parts, copies = read_parallelism(candidate)
+    num_servers = product.resources.num_servers if candidate.engine.is_embedded else copies
+    in_flight = product.serving.concurrency * num_servers
     asked = product.canary.num_prompts * product.serving.max_tokens / 2 if product.chat_evals else 0
     steps = answers / in_flight + asked * (1 + 2 / in_flight)  # one after another, and twice together
-    return 2 * num_weights * (prompts + answers) / speed.operations + steps * (
-        weight_bytes / speed.bandwidth + speed.step_s
-    )
+    num_cards = parts * copies
+    step_s = count_served_bytes(candidate, product, root)[0] / parts / speed.bandwidth + speed.step_s
+    return 2 * num_weights * (prompts + answers) / (speed.operations * num_cards) + steps * step_s
 
 
 def _guess_step(folder: Path, step: QuantizeStep, speed: Speed) -> float:

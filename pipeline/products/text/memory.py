@@ -42,6 +42,8 @@ _CONTEXT_MIB = 600  # on the GPU, before the first tensor
 _SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # of config.json; null or 0: there is none
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", *_OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class MemoryNeed:
         other_mib: the rest, which settings can lower.
         remedy: what would help against the weights.
         lever: what would help against the rest.
+        num_servers: of ours that share the place; `weights_mib` are of all.
     """
 
     candidate: str
@@ -65,6 +68,7 @@ class MemoryNeed:
     other_mib: int
     remedy: str
     lever: str
+    num_servers: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,26 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """Return the tensors of a checkpoint from its headers, and its config.json.
 
     Raises:
-        CheckpointError: either can't be read.
+        CheckpointError: either can't be read, or what is counted has another type.
     """
-    tensors = read_tensors(folder)
-    return tensors, read_config_file(folder / "config.json", "the model's config", if_missing="copy it again")
+    tensors, path = read_tensors(folder), folder / "config.json"
+    config = read_config_file(path, "the model's config", if_missing="copy it again")
+    text = config.get("text_config") or config  # of a composite model
+    for name in _COUNTS:
+        if not (name in _OPTIONAL and not text.get(name)) and not _is_count(text.get(name, 1)):
+            raise CheckpointError(
+                f"{path}: {name}: expected a whole number above 0, got {text.get(name)!r}; copy it again"
+            )
+    if not isinstance(text.get("layer_types") or [], list):
+        raise CheckpointError(f"{path}: layer_types: expected a list, got {text['layer_types']!r}; copy it again")
+    return tensors, config
 
 
-def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> tuple[int, int]:
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def count_served_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> tuple[int, int]:
     """Return the bytes of one server: of its weights and its draft's, and of the cache and logits."""
     serving, engine, draft = product.serving, candidate.engine, candidate.speculative and candidate.speculative.draft
     item_bytes = TYPE_BYTES[serving.dtype]
@@ -127,22 +144,23 @@ def _plan_serving(
     name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: int
 ) -> list[MemoryNeed]:
     engine = candidate.engine
-    weights, cache = _count_served_bytes(candidate, product, root)
+    weights, cache = count_served_bytes(candidate, product, root)
     num_servers = product.resources.num_servers if engine.is_embedded else 1
     lever = "lower serving.concurrency or serving.context_length"
     servers = "resources.num_servers, " if num_servers > 1 else ""
 
-    def build(place: str, weight_bytes: float, other_bytes: float, remedy: str, lever: str) -> MemoryNeed:
+    def build(
+        place: str, weight_bytes: float, other_bytes: float, remedy: str, lever: str, num_sharing: int
+    ) -> MemoryNeed:
         sizes = (math.ceil(weight_bytes / _MIB), math.ceil(other_bytes / _MIB))
-        return MemoryNeed(name, candidate.checkpoint, "serving", place, *sizes, remedy, lever)
+        return MemoryNeed(name, candidate.checkpoint, "serving", place, *sizes, remedy, lever, num_sharing)
 
     if not num_cards:
         # a quarter of the weights again for the copies of some layers that suit the CPU
         other = (_PROCESS_MIB * _MIB + weights / 4 + cache) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
-        remedy = f"{'lower resources.num_servers, or ' if num_servers > 1 else ''}use a larger machine"
-        return [build("host", weights * num_servers, other, remedy, lever)]
-    parts, copies = _read_parallelism(candidate)
+        return [build("host", weights * num_servers, other, "use a larger machine", lever, num_servers)]
+    parts, copies = read_parallelism(candidate)
     if parts * copies > num_cards:
         raise CheckpointError(
             f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
@@ -150,19 +168,27 @@ def _plan_serving(
         )
     # servers are spread over the cards
     sharing = math.ceil(num_servers / num_cards)
-    other = sharing * (_CONTEXT_MIB * _MIB + cache / parts)
+    other = sharing * (_CONTEXT_MIB * _MIB + cache / _count_cache_parts(candidate, root))
     split = "serve with vllm and tensor_parallel_size" if engine.is_embedded else "raise engine.tensor_parallel_size"
     remedy = f"{split}, or use a larger card"
     return [
-        build("GPU", sharing * weights / parts, other, remedy, f"{lever}, {remedy}"),
-        build("host", 0, _GPU_PROCESS_MIB * _MIB * num_servers, "use a larger machine", "close programs"),
+        build("GPU", sharing * weights / parts, other, remedy, f"{lever}, {remedy}", sharing),
+        build("host", 0, _GPU_PROCESS_MIB * _MIB * num_servers, "use a larger machine", "close programs", num_servers),
     ]
 
 
-def _read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
+def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
     """Return in how many parts the weights are split, and how many copies there are of them."""
     engine = candidate.engine
     return (engine.tensor_parallel_size, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
+
+
+def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
+    """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
+    config = read_folder(locate_checkpoint(candidate.checkpoint, root))[1]
+    text = config.get("text_config") or config
+    parts, heads = read_parallelism(candidate)[0], text.get("num_key_value_heads") or text.get("num_attention_heads")
+    return min(parts, heads) if heads else parts
 
 
 def _plan_timing(
@@ -171,8 +197,8 @@ def _plan_timing(
     """Plan one server of the reference beside one of a candidate; nothing where each has a place of its own."""
     sides, rows = (product.candidates[product.reference], candidate), []
     for side in sides:
-        weights, cache = _count_served_bytes(side, product, root)
-        rows.append((weights, cache, *_read_parallelism(side)))
+        weights, cache = count_served_bytes(side, product, root)
+        rows.append((weights, cache / _count_cache_parts(side, root), *read_parallelism(side)))
     counts = (num_cards[product.reference], num_cards[name])
     without, lever = "take it out of benchmark.candidates", "lower serving.concurrency or serving.context_length"
     if not any(counts):
@@ -181,7 +207,7 @@ def _plan_timing(
         other = sum(_PROCESS_MIB * _MIB + weights / 4 + cache for weights, cache, *_ in rows)
     elif 2 * max(parts * copies for *_, parts, copies in rows) > min(counts) > 0:
         place, remedy = "GPU", f"{without}, or use a larger card or a second one"
-        pairs = [(weights / parts, _CONTEXT_MIB * _MIB + cache / parts) for weights, cache, parts, _ in rows]
+        pairs = [(weights / parts, _CONTEXT_MIB * _MIB + cache) for weights, cache, parts, _ in rows]
         if not any(isinstance(side.engine, VllmEngine) and _SHARE in side.engine.options for side in sides):
             pairs = [max(pairs)] * 2  # each may take half of a card, so that the larger one decides
         heavy, other = (sum(column) for column in zip(*pairs, strict=True))
@@ -243,9 +269,12 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
         room, owner = (host, "this machine") if need.place == "host" or card is None else (card, "a GPU")
         where = f"candidates.{need.candidate} ({need.checkpoint})"
         if need.weights_mib > room.total_mib:
+            several = f" of {need.num_servers} servers" if need.num_servers > 1 else ""
+            fewer = room.total_mib * need.num_servers // need.weights_mib  # servers that would fit
+            remedy = f"lower resources.num_servers to {fewer}, or {need.remedy}" if several and fewer else need.remedy
             raise CheckpointError(
-                f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone and "
-                f"{owner} has {room.total_mib:,} MiB; {need.remedy}"
+                f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone{several} and "
+                f"{owner} has {room.total_mib:,} MiB; {remedy}"
             )
         peak = need.weights_mib + need.other_mib
         if peak > room.available_mib:

@@ -21,8 +21,10 @@ from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
-from pipeline.products.text.completeness import check_complete
+from pipeline.products.text.completeness import check_complete, check_headers
 from pipeline.products.text.drafts import check_draft
+from pipeline.products.text.footprint import TYPE_BYTES, count_cache_bytes
+from pipeline.products.text.memory import read_folder
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import (
@@ -52,6 +54,7 @@ from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
 NUM_SHOWN = 8  # folders that are named in an error
+_GIB = 1 << 30
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -89,7 +92,12 @@ def _check_candidate(
     try:
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
-            raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
+            owner, _, rest = candidate.checkpoint.partition("/")
+            is_hub = rest and "/" not in rest and not (root / owner).exists()
+            hint = f"; a model of a hub is written hf://{candidate.checkpoint}@COMMIT" if is_hub else ""
+            raise SettingsError(
+                f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}{hint}"
+            )
         below = [] if (folder / CONFIG_FILE).is_file() else sorted(folder.glob(f"*/{CONFIG_FILE}"))
         if below:
             raise SettingsError(
@@ -152,6 +160,7 @@ def _check_heads(where: str, num_gpus: int, folder: Path) -> None:
 def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
     is_served = not engine.is_attached
+    check_headers(folder)
     open_checkpoint(folder)
     needs_first_token = any(settings.needs_first_token for settings in product.evals.values())
     path = folder / "tokenizer_config.json"
@@ -165,6 +174,8 @@ def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> N
         check_own_code(folder)
         needs_scores = any(settings.needs_logprobs for settings in product.evals.values())
         _check_context(folder, product, beyond=SCORE_TOKENS if engine is VllmEngine and needs_scores else 0)
+    if engine.is_embedded:
+        _check_cache(folder, product)
     if is_served and product.chat_evals:
         check_chat_template(folder, tokenizer)
 
@@ -181,6 +192,22 @@ def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
         raise SettingsError(
             f"{product.locate('serving')}.context_length: expected at most {limit - beyond}, the "
             f"max_position_embeddings of {folder / CONFIG_FILE}{more}, got {asked}; lower it"
+        )
+
+
+def _check_cache(folder: Path, product: TextProduct) -> None:
+    """Refuse a cache that can't hold a single request at its longest."""
+    room, length = product.resources.kv_cache_gib, product.serving.context_length
+    least = count_cache_bytes(
+        read_folder(folder)[1],
+        num_requests=1,
+        context_length=length,
+        item_bytes=TYPE_BYTES[product.serving.dtype],
+    )
+    if room is not None and product.serving.continuous_batching and least > room * _GIB:
+        raise SettingsError(
+            f"{product.locate('resources')}.kv_cache_gib: expected at least {least / _GIB:.3g}, which one request of "
+            f"serving.context_length {length} takes with {folder}, got {room}; raise it, or leave it out"
         )
 
 

@@ -1,7 +1,8 @@
 """What a language model starts with as a product: settings that its checkpoint allows, and cases in their format.
 
 A model without a chat template is asked for likelihoods alone. The candidate is INT4 by rounding to nearest, as that
-needs no texts; its groups are the largest that divide the inputs of every layer.
+needs no texts; its groups are the largest that divide the inputs of every layer. Of a model that can't be quantised
+here, such as a mixture of experts, it is the same weights once more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SECTION = """\
   # all others are compared with it, case by case
   reference: {name}
   # what would ship: `dvc repro` fails unless the gate passes it
-  release: [{name}-int4]
+  release: [{candidate}]
   # these settings can change an answer
   serving:
     dtype: {dtype}  # bfloat16 and float16 flip near-tied tokens with the batch
@@ -59,6 +60,11 @@ _CANDIDATES = """\
       scheme: W4A16  # weights of 4 bits, inputs as they are
       group_size: {group_size}  # input channels that share a scale
       exclude: {exclude}
+"""
+_AGAIN = """\
+{name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
+# {reason}
+{name}-again: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
 """
 _TASK = """\
 task: {folder.name}
@@ -104,24 +110,35 @@ def start_text(name: str, checkpoint: str, root: Path) -> Start:
         root: of the project.
 
     Raises:
-        QuantgateError: the checkpoint can't be used, or not quantised.
+        QuantgateError: the checkpoint can't be used.
     """
     folder = locate_checkpoint(checkpoint, root)
     num_elements = sum(tensor.num_elements for tensor in open_checkpoint(folder).values())
     context = _choose_context(folder)
-    step = choose_step(folder)
+    candidate, candidates = _choose_candidate(name, checkpoint, folder)
     examples = _choose_examples(name, folder)
     section = _SECTION.format(
         name=name,
+        candidate=candidate,
         dtype="bfloat16" if 4 * num_elements > _LARGE else "float32",
         context=context,
         answer=min(_MOST_ANSWER, context // 4),
         evals="\n".join(f"    {example.settings}" for example in examples),
         tolerances="\n".join(f"      {example.tolerance}" for example in examples),
     )
-    exclude = f"[{', '.join(step.exclude)}]"
-    candidates = _CANDIDATES.format(name=name, checkpoint=checkpoint, group_size=step.group_size, exclude=exclude)
     return Start(section, candidates, {path: data for example in examples for path, data in example.files.items()})
+
+
+def _choose_candidate(name: str, checkpoint: str, folder: Path) -> tuple[str, str]:
+    """Return the name of what would ship, and the section of it and of the reference."""
+    try:
+        step = choose_step(folder)
+    except QuantizationError as error:
+        reason = " ".join(f"not quantised: {error}".split())
+        return f"{name}-again", _AGAIN.format(name=name, checkpoint=checkpoint, reason=reason)
+    exclude = f"[{', '.join(step.exclude)}]"
+    section = _CANDIDATES.format(name=name, checkpoint=checkpoint, group_size=step.group_size, exclude=exclude)
+    return f"{name}-int4", section
 
 
 def _choose_context(folder: Path) -> int:

@@ -90,21 +90,69 @@ def test_packed_layers_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
     assert count_output_bytes(folder, STEP) == embeddings + packed
 
 
-def test_minutes_are_the_last_runs_scaled_by_the_weights(
-    product: TextProduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = {shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "70b")}
+@pytest.fixture
+def ran(product: TextProduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What is in `build/`: an 8B model that took ten minutes, in a product of three sizes."""
+    sizes = {shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "14b", "70b")}
+    run = SimpleNamespace(
+        product=resize(product, **sizes),
+        made=SimpleNamespace(checkpoint=SimpleNamespace(digest="a", num_parameters=8.03e9)),
+        evaluation=SimpleNamespace(
+            seconds=600.0, checkpoint_digest="a", serving=SimpleNamespace(engine="transformers", dtype="bfloat16")
+        ),
+    )
 
     def read(path: Path, kind: Any) -> Any:
-        if path != tmp_path / "evaluations/8b/evaluation.json":
+        if path.parent.name != "8b":
             raise EvidenceError("none")
-        return SimpleNamespace(seconds=600.0)
+        return run.made if path.name == "candidate.json" else run.evaluation
 
     monkeypatch.setattr(costs_module, "read_record", read)
-    costs = plan(resize(product, **folders), H200, tmp_path)
-    assert (costs["8b"].minutes, costs["8b"].source) == (10, "last run of 8b")
-    assert costs["70b"].minutes == pytest.approx(10 * 70.55 / 8.03, rel=0.01)
+    return run
+
+
+def test_minutes_are_the_last_runs_scaled_by_the_weights(ran: SimpleNamespace, tmp_path: Path) -> None:
+    costs = plan(ran.product, H200, tmp_path)
+    assert costs["8b"].minutes == pytest.approx(10, rel=0.01) and costs["8b"].source == "last run of 8b"
+    assert costs["14b"].minutes == pytest.approx(10 * 14.8 / 8.03, rel=0.1)
+    assert costs["14b"].source == "last run of 8b"
     assert "last run of 8b" in render_costs(list(costs.values()))
+
+
+def test_a_run_of_another_size_says_nothing(ran: SimpleNamespace, tmp_path: Path) -> None:
+    """70B was to take 0.2 minutes on two cores: as long as the tiny model that had its name before."""
+    assert plan(ran.product, H200, tmp_path)["70b"].source == "a guess"
+    ran.made.checkpoint.num_parameters = 2.8e6
+    assert {cost.source for cost in plan(ran.product, H200, tmp_path).values()} == {"a guess"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"checkpoint_digest": "b"},
+        {"serving": SimpleNamespace(engine="vllm", dtype="bfloat16")},
+        {"serving": SimpleNamespace(engine="transformers", dtype="float32")},
+    ],
+    ids=["weights", "engine", "dtype"],
+)
+def test_a_run_by_another_path_says_nothing(ran: SimpleNamespace, tmp_path: Path, other: dict[str, Any]) -> None:
+    vars(ran.evaluation).update(other)
+    assert plan(ran.product, H200, tmp_path)["8b"].source == "a guess"
+
+
+def test_a_guess_knows_how_the_weights_are_split_and_packed(product: TextProduct, tmp_path: Path) -> None:
+    """70B on four cards was guessed as on one, in INT4 as in bfloat16."""
+    folder = str(write_hollow_llama(tmp_path / "70b", "70b"))
+    vllm = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    four = vllm | {"tensor_parallel_size": 4}
+    candidates = {
+        name: CandidateSettings.model_validate({"checkpoint": folder, "steps": steps, "engine": engine})
+        for name, steps, engine in (("one", [], vllm), ("four", [], four), ("packed", [STEP.model_dump()], four))
+    }
+    shaped = resize(product, big=Path(folder)).model_copy(update={"candidates": candidates, "reference": "one"})
+    cards = H200.model_copy(update={"gpus": H200.gpus * 4})
+    minutes = {name: cost.minutes for name, cost in plan(shaped, cards, tmp_path).items()}
+    assert minutes["one"] > 2 * minutes["four"] and minutes["four"] > 1.2 * minutes["packed"]
 
 
 def test_without_a_gpu_a_table_names_none_of_its_memory(product: TextProduct, tmp_path: Path) -> None:

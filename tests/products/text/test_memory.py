@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,58 @@ def test_a_config_that_can_t_be_read_is_one_line(tmp_path: Path, text: str | Non
     (folder / "config.json").write_text(text) if text else (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: expected the model's config"):
         estimate_needs(make_product(folder, []), Path(), make_machine(80))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_hidden_layers", "2", "num_hidden_layers: expected a whole number above 0, got '2'"),
+        ("vocab_size", None, "vocab_size: expected a whole number above 0, got None"),
+        ("num_attention_heads", True, "num_attention_heads: expected a whole number above 0, got True"),
+        ("layer_types", 5, "layer_types: expected a list, got 5"),
+    ],
+)
+def test_a_config_of_another_type_is_one_line(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    """It was a TypeError of a multiplication."""
+    folder = write_hollow_llama(tmp_path / "big", "8b", **{name: value})
+    with pytest.raises(CheckpointError, match=re.escape(f"config.json: {said}; copy it again")):
+        estimate_needs(make_product(folder, []), Path(), make_machine(80))
+
+
+def test_what_a_config_leaves_open_is_no_error(tmp_path: Path) -> None:
+    folder = write_hollow_llama(tmp_path / "big", "8b", num_key_value_heads=None, sliding_window=None, layer_types=None)
+    assert plan(make_product(folder, []), make_machine(80))["serving", "GPU"].weights_mib > 14 * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "said"),
+    [
+        (
+            24,
+            "takes 30,632 MiB for the weights alone of 2 servers and this machine has 24,576 MiB; lower "
+            "resources.num_servers to 1, or use a larger machine",
+        ),
+        (12, "has 12,288 MiB; use a larger machine"),
+    ],
+)
+def test_fewer_servers_are_advised_where_fewer_fit(tmp_path: Path, memory_gib: int, said: str) -> None:
+    product = make_product(write_hollow_llama(tmp_path / "8b", "8b"), [])
+    product = product.model_copy(update={"resources": product.resources.model_copy(update={"num_servers": 2})})
+    host = Room(memory_gib * GIB, memory_gib * GIB)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        check_needs(estimate_needs(product, Path(), make_machine(memory_gib=memory_gib)), host=host)
+
+
+def test_a_head_of_keys_is_not_split_further(tmp_path: Path) -> None:
+    """vLLM gives several cards the same one: 8 heads on 16 cards take an eighth of the cache each."""
+    folder = write_hollow_llama(tmp_path / "70b", "70b")
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    eight, sixteen = (
+        plan(make_product(folder, [], engine | {"tensor_parallel_size": n}), make_machine(*[80] * 16, build="cpu"))
+        for n in (8, 16)
+    )
+    assert sixteen["serving", "GPU"].other_mib == eight["serving", "GPU"].other_mib
+    assert sixteen["serving", "GPU"].weights_mib < eight["serving", "GPU"].weights_mib
 
 
 def test_a_quantised_block_visits_the_gpu(tmp_path: Path) -> None:

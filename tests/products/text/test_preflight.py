@@ -135,6 +135,53 @@ def test_the_shipped_project_passes() -> None:
     check_text(choose_product(load_params(ROOT / "params.yaml"), None, kind=TextProduct), ROOT)
 
 
+def damage_header(folder: Path, **changes: Any) -> None:
+    """Edit what the header says of one tensor; the file keeps its length."""
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:size])
+    name = next(name for name in header if "gate_proj" in name)
+    other = next(each for each in header if "up_proj" in each)
+    header[name] |= {key: header[other][key] if value is None else value for key, value in changes.items()}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[size:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data_offsets": None}, {"dtype": "F64"}, {"dtype": "XX9"}, {"data_offsets": [10, 5]}],
+    ids=["overlap", "width", "unknown", "order"],
+)
+def test_a_header_that_no_loader_takes_is_refused(tmp_path: Path, project: Path, changes: dict[str, Any]) -> None:
+    """Stage optimize ended in a traceback of safetensors, after `env` had said nothing."""
+    root = tmp_path / "project"
+    shutil.copytree(project, root)
+    damage_header(root / "models/tiny", **changes)
+    with pytest.raises(SettingsError, match=r"model\.safetensors: safetensors refuses the file: .*; copy it again"):
+        check(root)
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(1e-5, False), (1.0, True), (None, True)])
+def test_a_cache_without_room_for_a_request_is_refused(project: Path, gib: float | None, fits: bool) -> None:
+    """A server said so once it had loaded the weights, and advised fewer servers."""
+    settings = copy.deepcopy(SETTINGS)
+    if gib is not None:
+        settings["products"]["agent"]["resources"]["kv_cache_gib"] = gib
+    product = choose_product(parse_params(settings), None, kind=TextProduct)
+    if fits:
+        check_text(product, project)
+        return
+    with pytest.raises(SettingsError, match=r"resources\.kv_cache_gib: expected at least 0\.\d+, which one request"):
+        check_text(product, project)
+
+
+@pytest.mark.parametrize(("name", "is_hub"), [("org/name", True), ("models/none", False), ("none", False)])
+def test_what_looks_like_a_model_of_a_hub_is_told_how_to_be_one(project: Path, name: str, is_hub: bool) -> None:
+    hint = f"; a model of a hub is written hf://{name}@COMMIT"
+    assert refusal(project, "candidates//int4//checkpoint", name).endswith(hint if is_hub else f"{name}'")
+
+
 STEP = "candidates//int4//steps//0"
 
 
