@@ -279,7 +279,13 @@ def test_what_can_not_be_found_is_refused_by_name(project: Project, name: str) -
     assert name in message and "\n" not in message
 
 
-def test_a_data_set_that_can_not_be_reached_is_refused_by_name(project: Project) -> None:
+def test_a_data_set_that_can_not_be_reached_is_refused_by_name(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # without a net it would try for half a minute
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     project.write_task(dataset_path="someone/cases")
     said = r"^products\.agent\.evals\.e\.task: lm-eval can't load 'mine': .*'someone/cases'"
     with pytest.raises(SettingsError, match=said):
