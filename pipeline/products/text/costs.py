@@ -1,9 +1,9 @@
 """What will a run cost? Minutes, memory and disk of each candidate, from config.json, headers and cases alone.
 
 Memory is that of `memory.py`. Minutes of an evaluation are those of the last one in `build/` by the same engine in the
-same precision, its own or another candidate's, scaled by the number of weights. Where there is none of a model of like
-size, and for quantising, they are a guess from a roofline: the bytes that a decode step reads, and the operations of
-prompts and calibration, at the speeds below.
+same precision, its own or another candidate's, scaled by the bytes of the weights. Where there is none of a model of
+like size, and for quantising, they are a guess from a roofline: the bytes that a decode step reads, and the operations
+of prompts and calibration, at the speeds below.
 A guess may be wrong by a factor of 3, and by more on unusual machines. It is marked as one.
 
 Not covered: lm-eval tasks whose cases only lm-eval knows, the benchmark, several nodes, and starting servers.
@@ -28,14 +28,16 @@ from pipeline.products.text.settings import (
     TextProduct,
     TrajectoriesEval,
 )
-from pipeline.records.evaluations import Candidate, Evaluation
+from pipeline.records.evaluations import AnyServing, BuiltCandidate, Evaluation
 from pipeline.records.record_files import read_record
+from pipeline.records.serving import ServingConfig
 from pipeline.running.environment import Machine
 from pipeline.running.hub import locate_checkpoint
 
 _TOKEN_CHARACTERS = 4  # of a case as JSON
 _GIB = 1 << 30
-_MOST_SCALED = 4  # times as many weights, or as few, as a run whose minutes are scaled
+_MOST_SCALED = 4  # times as many bytes, or as few, as a run whose minutes are scaled
+_MOST_CHANGED = 2  # times as many bytes, or as few, as an estimate of what was made: it is of these weights
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
             for place in ("host", "GPU")
         }
         speed = guess_speed(machine, on_gpu=peaks["GPU"] > 0)
-        minutes, source = _plan_evaluation(name, product, root, build, speed)
+        parts = read_parallelism(candidate)[0] if peaks["GPU"] else 1
+        minutes, source = _plan_evaluation(name, product, root, build, speed, parts=parts)
         steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
         costs.append(
             Cost(
@@ -112,27 +115,55 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
     return costs
 
 
-def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, speed: Speed) -> tuple[float, str]:
+def _plan_evaluation(
+    name: str, product: TextProduct, root: Path, build: Path, speed: Speed, *, parts: int
+) -> tuple[float, str]:
     """Return the minutes of an evaluation and where they come from: its own last one, another's, or a guess."""
     candidate = product.candidates[name]
-    tensors, config = read_folder(locate_checkpoint(candidate.checkpoint, root))
-    num_weights = count_load_bytes(tensors, config, dtype="float32") // TYPE_BYTES["float32"]
+    size = _count_weight_bytes(candidate, product, root)
     for other in (name, product.reference, *product.candidates):
         try:
-            made = read_record(build / "candidates" / other / "candidate.json", Candidate)
+            made = read_record(build / "candidates" / other / "candidate.json", BuiltCandidate)
             evaluation = read_record(build / "evaluations" / other / "evaluation.json", Evaluation)
         except EvidenceError:
             continue
-        is_of_it = evaluation.checkpoint_digest == made.checkpoint.digest
-        was, now = evaluation.serving, (candidate.engine.kind, product.serving.dtype)
-        ratio = num_weights / made.checkpoint.num_parameters
-        if is_of_it and (was.engine, was.dtype) == now and 1 / _MOST_SCALED <= ratio <= _MOST_SCALED:
+        ratio = size / _count_weight_bytes(product.candidates[other], product, root)
+        is_of_it = evaluation.checkpoint_digest == made.checkpoint.digest and _is_near(
+            _count_stored_bytes(product.candidates[other], root), made.checkpoint.num_bytes, _MOST_CHANGED
+        )
+        if is_of_it and _is_served_alike(evaluation.serving, candidate, product) and _is_near(ratio, 1, _MOST_SCALED):
             return evaluation.seconds * ratio / 60, f"last run of {other}"
-    return _guess_evaluation(candidate, product, root, num_weights, speed) / 60, "a guess"
+    return _guess_evaluation(candidate, product, root, speed, parts=parts) / 60, "a guess"
+
+
+def _is_near(value: float, other: float, factor: float) -> bool:
+    return other / factor <= value <= other * factor
+
+
+def _is_served_alike(was: AnyServing, candidate: CandidateSettings, product: TextProduct) -> bool:
+    if not isinstance(was, ServingConfig):
+        return False
+    parts = was.options.get("tensor-parallel-size", 1)
+    now = (candidate.engine.kind, product.serving.dtype, read_parallelism(candidate)[0])
+    return (was.engine, was.dtype, parts) == now
+
+
+def _count_stored_bytes(candidate: CandidateSettings, root: Path) -> int:
+    """Return about how many bytes stage optimize writes, or takes over where no step quantises."""
+    folder = locate_checkpoint(candidate.checkpoint, root)
+    steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
+    if steps:
+        return count_output_bytes(folder, steps[-1])
+    return sum(tensor.num_bytes for tensor in read_folder(folder)[0].values())
+
+
+def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> int:
+    tensors, config = read_folder(locate_checkpoint(candidate.checkpoint, root))
+    return count_load_bytes(tensors, config, dtype=product.serving.dtype)
 
 
 def _guess_evaluation(
-    candidate: CandidateSettings, product: TextProduct, root: Path, num_weights: int, speed: Speed
+    candidate: CandidateSettings, product: TextProduct, root: Path, speed: Speed, *, parts: int
 ) -> float:
     """Guess the seconds of evals and canary from the length of cases, and from answers of half the full length."""
     prompts, answers = 0, 0
@@ -145,14 +176,13 @@ def _guess_evaluation(
         turns = settings.max_turns / 2 if isinstance(settings, TrajectoriesEval) else 1
         prompts += sum(len(case.model_dump_json()) for case in cases) // _TOKEN_CHARACTERS
         answers += int(turns * len(cases) * product.serving.max_tokens / 2) if settings.chats else 0
-    parts, copies = read_parallelism(candidate)
-    num_servers = product.resources.num_servers if candidate.engine.is_embedded else copies
-    in_flight = product.serving.concurrency * num_servers
+    num_weights = _count_weight_bytes(candidate, product, root) / TYPE_BYTES[product.serving.dtype]
+    # copies of a model behind one address are asked as one
+    in_flight = product.serving.concurrency * (product.resources.num_servers if candidate.engine.is_embedded else 1)
     asked = product.canary.num_prompts * product.serving.max_tokens / 2 if product.chat_evals else 0
     steps = answers / in_flight + asked * (1 + 2 / in_flight)  # one after another, and twice together
-    num_cards = parts * copies
     step_s = count_served_bytes(candidate, product, root)[0] / parts / speed.bandwidth + speed.step_s
-    return 2 * num_weights * (prompts + answers) / (speed.operations * num_cards) + steps * step_s
+    return 2 * num_weights * (prompts + answers) / (speed.operations * parts) + steps * step_s
 
 
 def _guess_step(folder: Path, step: QuantizeStep, speed: Speed) -> float:

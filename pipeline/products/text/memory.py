@@ -42,6 +42,7 @@ _CONTEXT_MIB = 600  # on the GPU, before the first tensor
 _SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
+_MAX_SHOWN = 60  # characters of a value
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # of config.json; null or 0: there is none
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", *_OPTIONAL)
 
@@ -57,7 +58,7 @@ class MemoryNeed:
         other_mib: the rest, which settings can lower.
         remedy: what would help against the weights.
         lever: what would help against the rest.
-        num_servers: of ours that share the place; `weights_mib` are of all.
+        num_servers: of ours that share the place; `weights_mib` are of all of them.
     """
 
     candidate: str
@@ -105,14 +106,22 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     tensors, path = read_tensors(folder), folder / "config.json"
     config = read_config_file(path, "the model's config", if_missing="copy it again")
     text = config.get("text_config") or config  # of a composite model
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{path}: text_config: expected a mapping, got {_show(text)}; copy it again")
     for name in _COUNTS:
         if not (name in _OPTIONAL and not text.get(name)) and not _is_count(text.get(name, 1)):
             raise CheckpointError(
-                f"{path}: {name}: expected a whole number above 0, got {text.get(name)!r}; copy it again"
+                f"{path}: {name}: expected one whole number above 0, got {_show(text.get(name))}; copy it again, or "
+                "take a model whose layers are alike"
             )
-    if not isinstance(text.get("layer_types") or [], list):
-        raise CheckpointError(f"{path}: layer_types: expected a list, got {text['layer_types']!r}; copy it again")
+    kinds = text.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"{path}: layer_types: expected a list of names, got {_show(kinds)}; copy it again")
     return tensors, config
+
+
+def _show(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]
 
 
 def _is_count(value: Any) -> bool:
@@ -137,7 +146,8 @@ def count_served_bytes(candidate: CandidateSettings, product: TextProduct, root:
     )
     if engine.is_embedded and product.resources.kv_cache_gib is not None:
         cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
-    return weights, cache + _BATCH_TOKENS * loaded[0][1].get("vocab_size", 0) * (item_bytes + 4)
+    text = loaded[0][1].get("text_config") or loaded[0][1]
+    return weights, cache + _BATCH_TOKENS * text.get("vocab_size", 0) * (item_bytes + 4)
 
 
 def _plan_serving(
@@ -198,7 +208,7 @@ def _plan_timing(
     sides, rows = (product.candidates[product.reference], candidate), []
     for side in sides:
         weights, cache = count_served_bytes(side, product, root)
-        rows.append((weights, cache / _count_cache_parts(side, root), *read_parallelism(side)))
+        rows.append((weights, cache, _count_cache_parts(side, root), *read_parallelism(side)))
     counts = (num_cards[product.reference], num_cards[name])
     without, lever = "take it out of benchmark.candidates", "lower serving.concurrency or serving.context_length"
     if not any(counts):
@@ -207,7 +217,10 @@ def _plan_timing(
         other = sum(_PROCESS_MIB * _MIB + weights / 4 + cache for weights, cache, *_ in rows)
     elif 2 * max(parts * copies for *_, parts, copies in rows) > min(counts) > 0:
         place, remedy = "GPU", f"{without}, or use a larger card or a second one"
-        pairs = [(weights / parts, _CONTEXT_MIB * _MIB + cache) for weights, cache, parts, _ in rows]
+        pairs = [
+            (weights / parts, _CONTEXT_MIB * _MIB + cache / cache_parts)
+            for weights, cache, cache_parts, parts, _ in rows
+        ]
         if not any(isinstance(side.engine, VllmEngine) and _SHARE in side.engine.options for side in sides):
             pairs = [max(pairs)] * 2  # each may take half of a card, so that the larger one decides
         heavy, other = (sum(column) for column in zip(*pairs, strict=True))
@@ -269,11 +282,11 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
         room, owner = (host, "this machine") if need.place == "host" or card is None else (card, "a GPU")
         where = f"candidates.{need.candidate} ({need.checkpoint})"
         if need.weights_mib > room.total_mib:
-            several = f" of {need.num_servers} servers" if need.num_servers > 1 else ""
-            fewer = room.total_mib * need.num_servers // need.weights_mib  # servers that would fit
-            remedy = f"lower resources.num_servers to {fewer}, or {need.remedy}" if several and fewer else need.remedy
+            whose = f" of {need.num_servers} servers" if need.num_servers > 1 else ""
+            one_fits = need.weights_mib <= room.total_mib * need.num_servers
+            remedy = f"lower resources.num_servers, or {need.remedy}" if whose and one_fits else need.remedy
             raise CheckpointError(
-                f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone{several} and "
+                f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone{whose} and "
                 f"{owner} has {room.total_mib:,} MiB; {remedy}"
             )
         peak = need.weights_mib + need.other_mib

@@ -8,6 +8,8 @@ weights, so it costs a fraction of a second.
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -55,6 +57,7 @@ from pipeline.settings.yaml_files import check_extent, read_text
 Load = Callable[[Path], Evalset]
 NUM_SHOWN = 8  # folders that are named in an error
 _GIB = 1 << 30
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -72,6 +75,8 @@ def check_text(product: TextProduct, root: Path) -> None:
         _check_candidate(f"candidates.{name}", candidate, texts, root, check_folder)
         if candidate.engine.is_embedded and product.serving.dtype != "bfloat16":
             _check_unpacking(f"candidates.{name}", candidate, root)
+        if candidate.engine.is_embedded and candidate.speculative is None:  # with drafts there is no such cache
+            _check_cache(locate_checkpoint(candidate.checkpoint, root), product)
     evalsets = {
         name: _check_eval(load, product.locate(f"evals.{name}"), settings, root)
         for name, settings in product.evals.items()
@@ -92,9 +97,9 @@ def _check_candidate(
     try:
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
-            owner, _, rest = candidate.checkpoint.partition("/")
-            is_hub = rest and "/" not in rest and not (root / owner).exists()
-            hint = f"; a model of a hub is written hf://{candidate.checkpoint}@COMMIT" if is_hub else ""
+            owner = candidate.checkpoint.partition("/")[0]
+            may_be_hub = _HUB_NAME.fullmatch(candidate.checkpoint) and not (root / owner).exists()
+            hint = f"; if it is a model of a hub, write hf://{candidate.checkpoint}@COMMIT" if may_be_hub else ""
             raise SettingsError(
                 f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}{hint}"
             )
@@ -174,8 +179,6 @@ def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> N
         check_own_code(folder)
         needs_scores = any(settings.needs_logprobs for settings in product.evals.values())
         _check_context(folder, product, beyond=SCORE_TOKENS if engine is VllmEngine and needs_scores else 0)
-    if engine.is_embedded:
-        _check_cache(folder, product)
     if is_served and product.chat_evals:
         check_chat_template(folder, tokenizer)
 
@@ -196,8 +199,8 @@ def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
 
 
 def _check_cache(folder: Path, product: TextProduct) -> None:
-    """Refuse a cache that can't hold a single request at its longest."""
-    room, length = product.resources.kv_cache_gib, product.serving.context_length
+    """Refuse a cache that is smaller than the keys and values of one request; a server needs a block or two more."""
+    room, length, where = product.resources.kv_cache_gib, product.serving.context_length, product.locate("resources")
     least = count_cache_bytes(
         read_folder(folder)[1],
         num_requests=1,
@@ -206,9 +209,13 @@ def _check_cache(folder: Path, product: TextProduct) -> None:
     )
     if room is not None and product.serving.continuous_batching and least > room * _GIB:
         raise SettingsError(
-            f"{product.locate('resources')}.kv_cache_gib: expected at least {least / _GIB:.3g}, which one request of "
-            f"serving.context_length {length} takes with {folder}, got {room}; raise it, or leave it out"
+            f"{where}.kv_cache_gib: expected {_round_up(least / _GIB):g} or more, as one request of "
+            f"serving.context_length {length} takes that with {folder}, got {room}; raise it, or leave it out"
         )
+
+
+def _round_up(gib: float) -> float:
+    return math.ceil(gib * 1000) / 1000
 
 
 def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:
@@ -243,7 +250,9 @@ def _check_folders(step: Step, folder: Path, root: Path) -> None:
         if calibration is not None:
             check_rank(plan, step, calibration.num_samples * calibration.max_tokens)
     elif isinstance(step, SpeculativeStep) and step.draft is not None:
-        check_draft(locate_checkpoint(step.draft, root), target=folder)
+        draft = locate_checkpoint(step.draft, root)
+        check_draft(draft, target=folder)
+        check_headers(draft)
 
 
 def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:

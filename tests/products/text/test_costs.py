@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline.errors import EvidenceError
 from pipeline.products.params import get_product, load_params
-from pipeline.products.text import costs as costs_module
 from pipeline.products.text.costs import Cost, plan_costs, render_costs
 from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import Calibration, CandidateSettings, QuantizeStep, TextProduct
+from pipeline.records.evaluations import BuiltCandidate, Checkpoint, Evaluation
+from pipeline.records.record_files import write_record
+from pipeline.records.serving import ServingConfig
 from pipeline.running.environment import Gpu, Machine
 from tests.fakes.hollow_llama import write_hollow_llama
 from tests.paths import ROOT
@@ -91,53 +91,63 @@ def test_packed_layers_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ran(product: TextProduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is in `build/`: an 8B model that took ten minutes, in a product of three sizes."""
-    sizes = {shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "14b", "70b")}
-    run = SimpleNamespace(
-        product=resize(product, **sizes),
-        made=SimpleNamespace(checkpoint=SimpleNamespace(digest="a", num_parameters=8.03e9)),
-        evaluation=SimpleNamespace(
-            seconds=600.0, checkpoint_digest="a", serving=SimpleNamespace(engine="transformers", dtype="bfloat16")
-        ),
+def sized(product: TextProduct, tmp_path: Path) -> TextProduct:
+    """A product of three sizes."""
+    return resize(product, **{shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "14b", "70b")})
+
+
+def leave_run(build: Path, *, num_bytes: int = 2 * 8_030_000_000, digest: str = "a", **serving: Any) -> None:
+    """Write what a run of candidate `8b` leaves in `build/`: ten minutes."""
+    checkpoint = Checkpoint(
+        path="8b", kind="llama", format="dense", dtype="bfloat16", num_parameters=1, num_bytes=num_bytes, digest="a"
     )
+    write_record(build / "candidates/8b/candidate.json", BuiltCandidate(name="8b", checkpoint=checkpoint))
+    evaluation = Evaluation(
+        candidate="8b",
+        fingerprint="f",
+        checkpoint_digest=digest,
+        serving=ServingConfig(**{"dtype": "bfloat16"} | serving),
+        evals={},
+        served_by={},
+        seconds=600.0,
+    )
+    write_record(build / "evaluations/8b/evaluation.json", evaluation)
 
-    def read(path: Path, kind: Any) -> Any:
-        if path.parent.name != "8b":
-            raise EvidenceError("none")
-        return run.made if path.name == "candidate.json" else run.evaluation
 
-    monkeypatch.setattr(costs_module, "read_record", read)
-    return run
-
-
-def test_minutes_are_the_last_runs_scaled_by_the_weights(ran: SimpleNamespace, tmp_path: Path) -> None:
-    costs = plan(ran.product, H200, tmp_path)
-    assert costs["8b"].minutes == pytest.approx(10, rel=0.01) and costs["8b"].source == "last run of 8b"
+def test_minutes_are_the_last_runs_scaled_by_the_weights(sized: TextProduct, tmp_path: Path) -> None:
+    leave_run(tmp_path)
+    costs = plan(sized, H200, tmp_path)
+    assert (costs["8b"].minutes, costs["8b"].source) == (10, "last run of 8b")
     assert costs["14b"].minutes == pytest.approx(10 * 14.8 / 8.03, rel=0.1)
     assert costs["14b"].source == "last run of 8b"
     assert "last run of 8b" in render_costs(list(costs.values()))
 
 
-def test_a_run_of_another_size_says_nothing(ran: SimpleNamespace, tmp_path: Path) -> None:
+def test_minutes_of_what_a_step_packed_are_its_own(sized: TextProduct, tmp_path: Path) -> None:
+    """INT4 holds a third of the bytes that it was made of."""
+    packed = sized.model_copy(
+        update={"candidates": {"8b": sized.candidates["8b-int4"], "70b": sized.candidates["70b"]}}
+    )
+    leave_run(tmp_path, num_bytes=count_output_bytes(tmp_path / "8b", STEP))
+    assert plan(packed, H200, tmp_path)["8b"].source == "last run of 8b"
+
+
+def test_a_run_of_another_size_says_nothing(sized: TextProduct, tmp_path: Path) -> None:
     """70B was to take 0.2 minutes on two cores: as long as the tiny model that had its name before."""
-    assert plan(ran.product, H200, tmp_path)["70b"].source == "a guess"
-    ran.made.checkpoint.num_parameters = 2.8e6
-    assert {cost.source for cost in plan(ran.product, H200, tmp_path).values()} == {"a guess"}
+    leave_run(tmp_path)
+    assert plan(sized, H200, tmp_path)["70b"].source == "a guess"
+    leave_run(tmp_path, num_bytes=5_642_800)
+    assert {cost.source for cost in plan(sized, H200, tmp_path).values()} == {"a guess"}
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"checkpoint_digest": "b"},
-        {"serving": SimpleNamespace(engine="vllm", dtype="bfloat16")},
-        {"serving": SimpleNamespace(engine="transformers", dtype="float32")},
-    ],
-    ids=["weights", "engine", "dtype"],
+    [{"digest": "b"}, {"engine": "vllm"}, {"dtype": "float32"}, {"options": {"tensor-parallel-size": 2}}],
+    ids=["weights", "engine", "dtype", "cards"],
 )
-def test_a_run_by_another_path_says_nothing(ran: SimpleNamespace, tmp_path: Path, other: dict[str, Any]) -> None:
-    vars(ran.evaluation).update(other)
-    assert plan(ran.product, H200, tmp_path)["8b"].source == "a guess"
+def test_a_run_by_another_path_says_nothing(sized: TextProduct, tmp_path: Path, other: dict[str, Any]) -> None:
+    leave_run(tmp_path, **other)
+    assert plan(sized, H200, tmp_path)["8b"].source == "a guess"
 
 
 def test_a_guess_knows_how_the_weights_are_split_and_packed(product: TextProduct, tmp_path: Path) -> None:

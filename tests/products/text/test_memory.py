@@ -109,10 +109,13 @@ def test_a_config_that_can_t_be_read_is_one_line(tmp_path: Path, text: str | Non
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("num_hidden_layers", "2", "num_hidden_layers: expected a whole number above 0, got '2'"),
-        ("vocab_size", None, "vocab_size: expected a whole number above 0, got None"),
-        ("num_attention_heads", True, "num_attention_heads: expected a whole number above 0, got True"),
-        ("layer_types", 5, "layer_types: expected a list, got 5"),
+        ("num_hidden_layers", "2", "num_hidden_layers: expected one whole number above 0, got '2'"),
+        ("vocab_size", None, "vocab_size: expected one whole number above 0, got None"),
+        ("num_attention_heads", True, "num_attention_heads: expected one whole number above 0, got True"),
+        ("num_key_value_heads", [8, 4], "num_key_value_heads: expected one whole number above 0, got [8, 4]"),
+        ("layer_types", 5, "layer_types: expected a list of names, got 5"),
+        ("layer_types", ["full_attention", 1], "layer_types: expected a list of names, got ['full_attention', 1]"),
+        ("text_config", [1], "text_config: expected a mapping, got [1]"),
     ],
 )
 def test_a_config_of_another_type_is_one_line(tmp_path: Path, name: str, value: Any, said: str) -> None:
@@ -133,7 +136,7 @@ def test_what_a_config_leaves_open_is_no_error(tmp_path: Path) -> None:
         (
             24,
             "takes 30,632 MiB for the weights alone of 2 servers and this machine has 24,576 MiB; lower "
-            "resources.num_servers to 1, or use a larger machine",
+            "resources.num_servers, or use a larger machine",
         ),
         (12, "has 12,288 MiB; use a larger machine"),
     ],
@@ -144,6 +147,16 @@ def test_fewer_servers_are_advised_where_fewer_fit(tmp_path: Path, memory_gib: i
     host = Room(memory_gib * GIB, memory_gib * GIB)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         check_needs(estimate_needs(product, Path(), make_machine(memory_gib=memory_gib)), host=host)
+
+
+def test_timing_on_the_host_has_the_whole_cache_of_both(tmp_path: Path) -> None:
+    """A CPU's memory is one place, however many ranks share the heads."""
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    folder = write_hollow_llama(tmp_path / "8b", "8b")
+    one, two = (
+        plan(make_pair(folder, engine | {"tensor_parallel_size": n}), make_machine())["timing", "host"] for n in (1, 2)
+    )
+    assert one.other_mib == two.other_mib
 
 
 def test_a_head_of_keys_is_not_split_further(tmp_path: Path) -> None:

@@ -172,13 +172,15 @@ def test_a_cache_without_room_for_a_request_is_refused(project: Path, gib: float
     if fits:
         check_text(product, project)
         return
-    with pytest.raises(SettingsError, match=r"resources\.kv_cache_gib: expected at least 0\.\d+, which one request"):
+    with pytest.raises(SettingsError, match=r"resources\.kv_cache_gib: expected 0\.\d+ or more, as one request"):
         check_text(product, project)
 
 
-@pytest.mark.parametrize(("name", "is_hub"), [("org/name", True), ("models/none", False), ("none", False)])
+@pytest.mark.parametrize(
+    ("name", "is_hub"), [("org/name", True), ("models/none", False), ("none", False), ("~/name", False)]
+)
 def test_what_looks_like_a_model_of_a_hub_is_told_how_to_be_one(project: Path, name: str, is_hub: bool) -> None:
-    hint = f"; a model of a hub is written hf://{name}@COMMIT"
+    hint = f"; if it is a model of a hub, write hf://{name}@COMMIT"
     assert refusal(project, "candidates//int4//checkpoint", name).endswith(hint if is_hub else f"{name}'")
 
 
