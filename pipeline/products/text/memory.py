@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.footprint import (
     STORED_BYTES,
     TYPE_BYTES,
@@ -105,7 +106,7 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """
     tensors, path = read_tensors(folder), folder / "config.json"
     config = read_config_file(path, "the model's config", if_missing="copy it again")
-    text = config.get("text_config") or config  # of a composite model
+    text = _find_text(config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{path}: text_config: expected a mapping, got {_show(text)}; copy it again")
     for name in _COUNTS:
@@ -118,6 +119,11 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(f"{path}: layer_types: expected a list of names, got {_show(kinds)}; copy it again")
     return tensors, config
+
+
+def _find_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that is about text: of a composite model one of several, else the whole."""
+    return config.get("text_config") or config
 
 
 def _show(value: Any) -> str:
@@ -146,8 +152,8 @@ def count_served_bytes(candidate: CandidateSettings, product: TextProduct, root:
     )
     if engine.is_embedded and product.resources.kv_cache_gib is not None:
         cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
-    text = loaded[0][1].get("text_config") or loaded[0][1]
-    return weights, cache + _BATCH_TOKENS * text.get("vocab_size", 0) * (item_bytes + 4)
+    vocab_size = _find_text(loaded[0][1]).get("vocab_size", 0)
+    return weights, cache + _BATCH_TOKENS * vocab_size * (item_bytes + 4)
 
 
 def _plan_serving(
@@ -195,8 +201,7 @@ def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
 
 def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
     """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
-    config = read_folder(locate_checkpoint(candidate.checkpoint, root))[1]
-    text = config.get("text_config") or config
+    text = _find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
     parts, heads = read_parallelism(candidate)[0], text.get("num_key_value_heads") or text.get("num_attention_heads")
     return min(parts, heads) if heads else parts
 
@@ -232,7 +237,7 @@ def _plan_timing(
 
 def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *, has_gpu: bool) -> list[MemoryNeed]:
     tensors, config = read_folder(locate_checkpoint(checkpoint, root))
-    text, linears = config.get("text_config") or config, find_block_linears(tensors)
+    text, linears = _find_text(config), find_block_linears(tensors)
     item_bytes = max((STORED_BYTES.get(info.dtype, 0) for info in tensors.values()), default=2)
     widest = max((info.shape[1] for info in linears.values()), default=0)
     largest = max((info.num_elements for info in linears.values()), default=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -52,12 +51,12 @@ from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.base import describe_yaml_error
+from pipeline.settings.hub_names import SCHEME, parse_pinned
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
 NUM_SHOWN = 8  # folders that are named in an error
 _GIB = 1 << 30
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -98,7 +97,7 @@ def _check_candidate(
         folder = locate_checkpoint(candidate.checkpoint, root)
         if not folder.is_dir():
             owner = candidate.checkpoint.partition("/")[0]
-            may_be_hub = _HUB_NAME.fullmatch(candidate.checkpoint) and not (root / owner).exists()
+            may_be_hub = parse_pinned(f"{SCHEME}{candidate.checkpoint}@{40 * '0'}") and not (root / owner).exists()
             hint = f"; if it is a model of a hub, write hf://{candidate.checkpoint}@COMMIT" if may_be_hub else ""
             raise SettingsError(
                 f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}{hint}"
@@ -201,13 +200,15 @@ def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
 def _check_cache(folder: Path, product: TextProduct) -> None:
     """Refuse a cache that is smaller than the keys and values of one request; a server needs a block or two more."""
     room, length, where = product.resources.kv_cache_gib, product.serving.context_length, product.locate("resources")
+    if room is None or not product.serving.continuous_batching:
+        return
     least = count_cache_bytes(
         read_folder(folder)[1],
         num_requests=1,
         context_length=length,
         item_bytes=TYPE_BYTES[product.serving.dtype],
     )
-    if room is not None and product.serving.continuous_batching and least > room * _GIB:
+    if least > room * _GIB:
         raise SettingsError(
             f"{where}.kv_cache_gib: expected {_round_up(least / _GIB):g} or more, as one request of "
             f"serving.context_length {length} takes that with {folder}, got {room}; raise it, or leave it out"

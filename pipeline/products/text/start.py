@@ -49,8 +49,10 @@ _SECTION = """\
     tolerances:
 {tolerances}
 """
-_CANDIDATES = """\
+_REFERENCE = """\
 {name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
+"""
+_INT4 = """\
 {name}-int4:
   product: {name}
   checkpoint: {checkpoint}
@@ -62,7 +64,6 @@ _CANDIDATES = """\
       exclude: {exclude}
 """
 _AGAIN = """\
-{name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
 # {reason}
 {name}-again: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
 """
@@ -115,7 +116,7 @@ def start_text(name: str, checkpoint: str, root: Path) -> Start:
     folder = locate_checkpoint(checkpoint, root)
     num_elements = sum(tensor.num_elements for tensor in open_checkpoint(folder).values())
     context = _choose_context(folder)
-    candidate, candidates = _choose_candidate(name, checkpoint, folder)
+    candidate, chosen = _choose_candidate(name, checkpoint, folder)
     examples = _choose_examples(name, folder)
     section = _SECTION.format(
         name=name,
@@ -126,18 +127,19 @@ def start_text(name: str, checkpoint: str, root: Path) -> Start:
         evals="\n".join(f"    {example.settings}" for example in examples),
         tolerances="\n".join(f"      {example.tolerance}" for example in examples),
     )
+    candidates = _REFERENCE.format(name=name, checkpoint=checkpoint) + chosen
     return Start(section, candidates, {path: data for example in examples for path, data in example.files.items()})
 
 
 def _choose_candidate(name: str, checkpoint: str, folder: Path) -> tuple[str, str]:
-    """Return the name of what would ship, and the section of it and of the reference."""
+    """Return the name of what would ship, and its section."""
     try:
         step = choose_step(folder)
     except QuantizationError as error:
         reason = " ".join(f"not quantised: {error}".split())
         return f"{name}-again", _AGAIN.format(name=name, checkpoint=checkpoint, reason=reason)
     exclude = f"[{', '.join(step.exclude)}]"
-    section = _CANDIDATES.format(name=name, checkpoint=checkpoint, group_size=step.group_size, exclude=exclude)
+    section = _INT4.format(name=name, checkpoint=checkpoint, group_size=step.group_size, exclude=exclude)
     return f"{name}-int4", section
 
 
