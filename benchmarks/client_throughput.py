@@ -39,6 +39,7 @@ from pipeline.products.params import choose_product, load_params
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals import tool_calls
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving_config import serve
@@ -157,7 +158,7 @@ async def ask_through_client(cases: Cases, client: Client, server: int, candidat
                 journal=journal,
                 checkpoint=Path(candidate.checkpoint.path),
                 folder=folder,
-                concurrency=candidate.serving.concurrency,
+                places=Places(candidate.serving.concurrency),
                 max_tokens=candidate.serving.max_tokens,
                 context_length=candidate.serving.context_length,
                 fingerprint="",

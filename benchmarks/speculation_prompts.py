@@ -20,6 +20,7 @@ from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals import tool_calls, trajectories
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.serving.loading import LoadedModel, load_candidate
 from pipeline.products.text.serving.speculation import SpeculativeManager
@@ -123,7 +124,7 @@ def collect_prompts(num_calls: int, num_workflows: int, num_documents: int) -> d
                         journal=journal,  # type: ignore[arg-type]
                         checkpoint=TARGET,
                         folder=Path(folder),
-                        concurrency=1,
+                        places=Places(1),
                         max_tokens=MAX_TOKENS,
                         context_length=1024,
                         fingerprint="",

@@ -289,8 +289,9 @@ def _draw_steps(phase: Phase, *, is_wide: bool) -> Table:
     table.add_column(no_wrap=True, justify="right")
     for step in phase.running:
         piece, count, rate = "", "", ""
-        for fact, began in step.at_work:
-            piece, count = fact.piece, f"{fact.done:,}/{fact.total:,}"
+        for fact, began in step.at_work[:1]:
+            others = len(step.at_work) - 1
+            piece, count = fact.piece + f" +{others}" * (others > 0), f"{fact.done:,}/{fact.total:,}"
             per_s = measure_rate(fact, phase.now - began)
             rate = f"{per_s:.1f}/s" if per_s and fact.done < fact.total else ""
         left_s = phase.predict_step_s(step)

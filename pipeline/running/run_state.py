@@ -51,7 +51,7 @@ class Step:
         is_taken: its result was made ahead.
         cpu_s: seconds of CPU time that it took; 0: nobody said so.
         is_announced: a log says that it has begun.
-        pieces: the last fact of each piece of its work, and when that began; the last one is at work.
+        pieces: the last fact of each piece of its work, and when that began; the last one told is the last here.
     """
 
     name: str
@@ -76,8 +76,10 @@ class Step:
 
     @property
     def at_work(self) -> list[tuple[Fact, float]]:
-        """The piece of work at hand, and when it began; nothing where there is none."""
-        return list(self.pieces.values())[-1:]
+        """The pieces of work at hand, and when they began, the least done first; else the last one, if any."""
+        unfinished = [(fact, began) for fact, began in self.pieces.values() if fact.done < fact.total]
+        unfinished.sort(key=lambda piece: piece[0].done / piece[0].total)
+        return unfinished or list(self.pieces.values())[-1:]
 
     @property
     def num_kept(self) -> int:
@@ -186,9 +188,10 @@ class Phase:
     def predict_step_s(self, step: Step) -> float | None:
         """Return the seconds that a step at work still takes; None: nobody knows."""
         now = self._clock()
-        by_rate = next((predict_left_s(fact, now - began) for fact, began in step.at_work), None)
+        known = (predict_left_s(fact, now - began) for fact, began in step.at_work)
+        by_rate = max((left_s for left_s in known if left_s is not None), default=None)
         if (last := self._last.find(step.name)) is None:
-            return by_rate  # of the piece of work at hand
+            return by_rate  # of the pieces of work at hand
         whole = last.predict_s(self.num_jobs, num_kept=step.num_kept)
         return max(0.0, whole - (now - step.start), by_rate or 0.0)
 

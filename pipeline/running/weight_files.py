@@ -66,7 +66,13 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read one safetensors header and check that the file holds the bytes it promises."""
+    """Read one safetensors header and check that the file holds the bytes it promises, and that the library reads it.
+
+    Raises:
+        CheckpointError: names the file, and what is wrong with it, such as tensors that overlap.
+    """
+    from safetensors import SafetensorError, safe_open
+
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -82,7 +88,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: the safetensors header is damaged; copy the file again") from None
     if end != size:
         raise CheckpointError(f"{path}: its header promises {end} bytes, the file has {size}; copy it again")
-    return tensors
+    try:
+        with safe_open(path, framework="np"):
+            return tensors
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: safetensors refuses the file: {error}; copy it again, or write it by safetensors"
+        ) from None
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:

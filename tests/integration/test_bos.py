@@ -13,6 +13,7 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.checkpoints import load_model, load_tokenizer
 from pipeline.products.text.evals import perplexity
 from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.optimize.calibration import encode
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
@@ -50,7 +51,7 @@ async def ask(folder: Path, root: Path) -> tuple[list[Any], list[list[int]]]:
             journal=Journal(root / "journal", fingerprint=engine.fingerprint, key="k"),
             checkpoint=folder,
             folder=root,
-            concurrency=4,
+            places=Places(4),
             max_tokens=8,
             context_length=32,
             fingerprint=engine.fingerprint,

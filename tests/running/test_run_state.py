@@ -100,6 +100,23 @@ def test_an_eval_that_is_slow_this_time_is_believed(tmp_path: Path, clock: Clock
     assert phase.predict_step_s(phase.running[0]) == pytest.approx(270), "not the ten seconds of the last run"
 
 
+def test_of_evals_side_by_side_the_slowest_says_how_long_it_takes(tmp_path: Path, clock: Clock) -> None:
+    phase = plan(tmp_path, clock, {})
+    phase.begin("evaluate@a")
+    phase.take(Fact("evaluate@a", "workflows", "cases", 0, 400))
+    phase.take(Fact("evaluate@a", "choices", "cases", 0, 400))
+    clock.now += 90
+    phase.take(Fact("evaluate@a", "workflows", "cases", 100, 400))
+    phase.take(Fact("evaluate@a", "choices", "cases", 399, 400))
+    (step,) = phase.running
+    assert [fact.piece for fact, _ in step.at_work] == ["workflows", "choices"]
+    assert phase.predict_step_s(step) == pytest.approx(270)
+    phase.take(Fact("evaluate@a", "workflows", "cases", 400, 400))
+    assert [fact.piece for fact, _ in step.at_work] == ["choices"], "what is done is not at work"
+    phase.take(Fact("evaluate@a", "choices", "cases", 400, 400))
+    assert [fact.piece for fact, _ in step.at_work] == ["choices"], "the last one, until the next begins"
+
+
 def test_with_half_of_the_machine_a_step_takes_twice_as_long() -> None:
     alone = LastTime(60.0, 1, 0)
     assert (alone.predict_s(1), alone.predict_s(2)) == (60, 120)

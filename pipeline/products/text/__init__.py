@@ -142,12 +142,12 @@ class TextKind:
 
     def evaluate(self, name: str, product: TextProduct, *, root: Path, build: Path) -> None:
         """Ask a candidate's endpoint all evals."""
-        import asyncio
+        import uvloop
 
         from pipeline.products.text.evals.evaluate import evaluate_candidate
         from pipeline.products.text.serving_config import read_candidate
 
-        asyncio.run(evaluate_candidate(read_candidate(build, name, product), product, root=root, build=build))
+        uvloop.run(evaluate_candidate(read_candidate(build, name, product), product, root=root, build=build))
 
     def open_replica(
         self, name: str, product: TextProduct, *, root: Path, build: Path

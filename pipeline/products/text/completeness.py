@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, SettingsError
+from pipeline.errors import SettingsError
 from pipeline.products.text.checkpoints import CONFIG_FILE, hide_progress_bars, read_config
 from pipeline.records.digests import digest_json
 from pipeline.records.files import write_text
@@ -22,24 +22,6 @@ from pipeline.settings.base import ENV
 
 _ROUNDED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 _MAX_SHOWN = 300  # characters of another library's error
-
-
-def check_headers(folder: Path) -> None:
-    """Refuse files whose header the library that loads them refuses, such as for tensors that overlap.
-
-    Raises:
-        CheckpointError: names the file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    for name in sorted({tensor.file for tensor in read_tensors(folder).values()}):
-        try:
-            with safe_open(folder / name, framework="np"):
-                pass
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{folder / name}: safetensors refuses the file: {error}; copy it again, or write it by safetensors"
-            ) from None
 
 
 def check_complete(where: str, folder: Path, root: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
-from pipeline.products.text.completeness import check_complete, check_headers
+from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.footprint import TYPE_BYTES, count_cache_bytes
 from pipeline.products.text.memory import read_folder
@@ -164,7 +164,6 @@ def _check_heads(where: str, num_gpus: int, folder: Path) -> None:
 def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
     is_served = not engine.is_attached
-    check_headers(folder)
     open_checkpoint(folder)
     needs_first_token = any(settings.needs_first_token for settings in product.evals.values())
     path = folder / "tokenizer_config.json"
@@ -251,9 +250,7 @@ def _check_folders(step: Step, folder: Path, root: Path) -> None:
         if calibration is not None:
             check_rank(plan, step, calibration.num_samples * calibration.max_tokens)
     elif isinstance(step, SpeculativeStep) and step.draft is not None:
-        draft = locate_checkpoint(step.draft, root)
-        check_draft(draft, target=folder)
-        check_headers(draft)
+        check_draft(locate_checkpoint(step.draft, root), target=folder)
 
 
 def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:

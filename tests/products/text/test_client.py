@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import EngineError, IgnoredFieldError, RequestError
+from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
 from pipeline.products.text.serving import client as client_module
-from pipeline.products.text.serving.answers import find_ignored
+from pipeline.products.text.serving.answers import find_ignored, read_scores
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
@@ -282,6 +282,20 @@ def test_equal_calls_make_equal_requests_whatever_else_is_asked() -> None:
     alone = asyncio.run(run(0))
     assert [[len(tokens) for tokens in prompt] for prompt in alone] == [[3], [MAX_SCORE_TOKENS], [2, 2]]
     assert asyncio.run(run(10)) == alone
+
+
+def test_scores_with_unlike_numbers_of_likely_tokens_are_nonsense() -> None:
+    """Four likely tokens of two places would else be read as two of each."""
+    logprobs = {
+        "token_logprobs": [None, -0.5, -0.5],
+        "top_logprobs": [
+            None,
+            {"token_id:1": -0.5},
+            {"token_id:2": -0.5, "token_id:3": -1.0, "token_id:4": -2.0},
+        ],
+    }
+    with pytest.raises(NonsenseError, match="expected echoed logprobs of 3 tokens, got unlike numbers of likely ones"):
+        read_scores({"choices": [{"index": 0, "logprobs": logprobs}]}, [3], 3)
 
 
 def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:

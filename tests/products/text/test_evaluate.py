@@ -315,11 +315,73 @@ def test_what_other_code_judged_is_not_mixed_in_after_a_kill(
     assert sorted(endpoint.asked) == ["a", "b", "c"]
 
 
-def test_a_case_that_can_not_fit_is_told_before_any_is_asked(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+def test_evals_work_side_by_side_on_as_many_places_as_the_endpoint_has(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last case of one eval waits for the other's, which could not begin if evals came one after another."""
+    running, most, chat, other = 0, 0, endpoint.chat, asyncio.Event()
+
+    async def meet(messages: list[dict[str, Any]], return_token_ids: bool = False, **options: Any) -> Reply:
+        nonlocal running, most
+        if return_token_ids:  # the canary's
+            return await chat(messages, return_token_ids, **options)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        if messages[-1]["content"] == "c":
+            other.set()
+        if messages[-1]["content"] == "b":
+            await asyncio.wait_for(other.wait(), 20)
+        running -= 1
+        return await chat(messages, return_token_ids, **options)
+
+    monkeypatch.setattr(endpoint, "chat", meet)
+    write_questions(tmp_path / "second", "c", "d", "e")
+    candidate = make_candidate("a")
+    serving = candidate.serving.model_copy(update={"concurrency": 2})
+    evaluation = run(tmp_path, candidate.model_copy(update={"serving": serving}))
+    assert [file.num_cases for file in evaluation.evals.values()] == [2, 3]
+    assert list(evaluation.evals) == ["first", "second"]
+    assert most == 2
+
+
+def test_the_error_of_one_eval_ends_the_others_and_their_cases_are_kept(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, is_asked = endpoint.chat, asyncio.Event()
+
+    async def die(messages: list[dict[str, Any]], **options: Any) -> Reply:
+        if messages[-1]["content"] == "a":
+            await asyncio.wait_for(is_asked.wait(), 20)
+            await asyncio.sleep(0.1)
+            raise EngineError("gone")
+        reply = await chat(messages, **options)
+        is_asked.set()
+        return reply
+
+    def check_alive() -> None:
+        raise EngineError("server server-0: killed by signal 9")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(endpoint, "chat", die)
+        patched.setattr(endpoint, "check_alive", check_alive)
+        with pytest.raises(
+            EngineError, match=r"^server server-0: killed by signal 9; first: 1 of 2 cases are finished"
+        ):
+            run(tmp_path)
+    assert sorted(endpoint.asked) == ["b", "c"]
+    endpoint.asked.clear()
+    run(tmp_path)
+    assert endpoint.asked == ["a"]
+
+
+def test_a_case_that_can_not_fit_is_told_before_any_of_its_eval_is_asked(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
     write_questions(tmp_path / "first", "a", "many words " * 600)
     with pytest.raises(SettingsError, match=r"^evals\.first: case 't1' has 1200 tokens; with serving\.max_tokens 128 "):
         run(tmp_path)
-    assert endpoint.asked == []
+    assert "a" not in endpoint.asked
 
 
 async def write_a_trace(*_: Any, evaluation: Path) -> None:
@@ -516,6 +578,6 @@ def test_a_shard_that_failed_says_so_and_goes_on(
     endpoint.broken.clear()
     endpoint.asked.clear()
     ask_shards(tmp_path, Shard(1, 1))
-    assert sorted(endpoint.asked) == ["b", "c"], "what was judged is not asked again"
+    assert endpoint.asked == ["b"], "what was judged is not asked again"
     counts = run(tmp_path).shards
     assert counts is not None and (counts.num_attempts, counts.num_unfinished) == (2, 1)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from pipeline.errors import CheckpointError, EngineError, RequestError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.evals import endpoint_lm, perplexity
+from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.endpoint_lm import EndpointLM
 from pipeline.products.text.evals.framing import read_frame
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.serving.scoring import score_sequences
 from pipeline.products.text.settings import HarnessEval, PerplexityEval
@@ -82,7 +84,7 @@ class Setup:
             journal=journal,
             checkpoint=self.folder,
             folder=tmp_path,
-            concurrency=4,
+            places=Places(4),
             max_tokens=8,
             context_length=CONTEXT,
             fingerprint="f",
@@ -141,7 +143,7 @@ def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[A
     async def run() -> Any:
         settings = HarnessEval(kind="harness", task="t")
         context = setup.make_context(tmp_path, settings)
-        model = await asyncio.to_thread(EndpointLM, context, asyncio.get_running_loop())
+        model = await asyncio.to_thread(EndpointLM, context, Bridge())
         requests = [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]
         return await asyncio.to_thread(getattr(model, kind), requests)
 
@@ -170,7 +172,7 @@ def test_an_endpoint_that_dies_is_told_with_what_is_kept(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError, said: str
 ) -> None:
     monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
-    monkeypatch.setattr(endpoint_lm, "CHUNKS_AT_ONCE", 1)
+    monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 1)
     score, calls = setup.client.score, itertools.count()
 
     async def die(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
@@ -182,6 +184,28 @@ def test_an_endpoint_that_dies_is_told_with_what_is_kept(
     with pytest.raises(type(error)) as caught:
         ask(setup, tmp_path, "loglikelihood", PAIRS)
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(("num_places", "most"), [(2, 3), (6, 9)])
+def test_so_many_chunks_are_asked_at_once_as_keep_all_servers_busy(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_places: int, most: int
+) -> None:
+    monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
+    monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 3)
+    make_context, score, sizes, running = setup.make_context, setup.client.score, list[int](), 0
+
+    async def count(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+        nonlocal running
+        running += 1
+        sizes.append(running)
+        await asyncio.sleep(0.2)
+        running -= 1
+        return await score(batch, top_logprobs=top_logprobs)
+
+    monkeypatch.setattr(setup.client, "score", count)
+    monkeypatch.setattr(setup, "make_context", lambda *args: replace(make_context(*args), places=Places(num_places)))
+    ask(setup, tmp_path, "loglikelihood", [(f"a question {i}", " yes") for i in range(40)])
+    assert max(sizes) == most
 
 
 def test_lm_eval_s_rolling_requests_are_those_of_perplexity(setup: Setup, tmp_path: Path) -> None:

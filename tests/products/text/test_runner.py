@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from pipeline.errors import EngineError, EvidenceError, JournalError, RequestError
 from pipeline.evalsets.cases import DocumentCase
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.journal import Journal
@@ -39,8 +41,15 @@ def judged(case: DocumentCase, score: float = 1.0) -> CaseRecord:
 def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: None, watch: Any = None) -> Any:
     """Return what the runner reads of an EvalContext."""
     client = SimpleNamespace(check_alive=check_alive)
+    places = Places(concurrency)
     return SimpleNamespace(
-        name="e", journal=journal, concurrency=concurrency, fingerprint="f", client=client, watch=watch
+        name="e",
+        journal=journal,
+        places=places,
+        take_place=partial(places.take, 0),
+        fingerprint="f",
+        client=client,
+        watch=watch,
     )
 
 

@@ -8,7 +8,9 @@ import csv
 import gzip
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.known_tasks import digest_evalsets
-from pipeline.products.text.evals.material import digest_task, read_fresh
+from pipeline.products.text.evals.material import digest_task, quiet, read_fresh
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases
@@ -290,6 +292,17 @@ def test_a_data_set_that_can_not_be_reached_is_refused_by_name(
     said = r"^products\.agent\.evals\.e\.task: lm-eval can't load 'mine': .*'someone/cases'"
     with pytest.raises(SettingsError, match=said):
         project.watched()
+
+
+def test_only_what_lm_eval_s_own_thread_prints_is_kept_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other evals work beside it, and say how far they are."""
+    with ThreadPoolExecutor(1) as pool:
+        with quiet():
+            print("Processing 12 %", file=sys.stderr)
+            pool.submit(print, "workflows: 3/9 cases", file=sys.stderr).result()
+            pool.submit(lambda: print("said there", file=sys.stderr)).result()
+        print("behind it", file=sys.stderr)
+    assert capsys.readouterr().err == "workflows: 3/9 cases\nsaid there\nbehind it\n"
 
 
 def test_a_data_set_of_the_hub_keeps_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

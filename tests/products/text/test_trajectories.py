@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from pipeline.errors import EngineError, RequestError
 from pipeline.evalsets.cards import Card, Evalset
 from pipeline.evalsets.cases import TrajectoryCase
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.evals.trajectories import evaluate, is_completed
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import TrajectoriesEval
@@ -105,7 +107,8 @@ def run(folder: Path, client: ListedClient, context_length: int = 1024, **settin
             evalset=Evalset(card=CARD, cases=(CASE,), digest="d"),
             client=client,
             journal=journal,
-            concurrency=1,
+            places=Places(1),
+            take_place=contextlib.nullcontext,
             max_tokens=64,
             context_length=context_length,
             fingerprint="f",

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
 from pipeline.errors import EngineError
+from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.evals.generation import (
@@ -31,19 +33,18 @@ from pipeline.products.text.serving.failures import say_kept
 from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
 
-# requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
-CHUNK_REQUESTS = 64
-CHUNKS_AT_ONCE = 4
+CHUNK_REQUESTS = 64  # asked together
+CHUNKS_AHEAD = 4  # chunks in progress for as many places: no server waits for a chunk to be made or read
 T = TypeVar("T")
 
 
 class EndpointLM(LM):
     """The model that lm-eval sees. Its methods are called in a worker thread, beside the event loop."""
 
-    def __init__(self, context: EvalContext, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, context: EvalContext, bridge: Bridge) -> None:
         super().__init__()
         self._context = context
-        self._loop = loop
+        self._wait = bridge.wait
         self._frame = self._wait(read_frame(context.client, context.checkpoint))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -109,24 +110,31 @@ class EndpointLM(LM):
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
         num_kept = num_requests - sum(map(len, chunks))
         progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
-        with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
-            try:
-                for chunk, answers in zip(chunks, waiting, strict=True):
-                    for i, answer in zip(chunk, answers.result(), strict=True):
+        with ThreadPoolExecutor(CHUNKS_AHEAD * math.ceil(self._context.places.count / CHUNK_REQUESTS)) as pool:
+            asked = {pool.submit(ask, [requests[i] for i in chunk]): chunk for chunk in chunks}
+            failed: Exception | None = None
+            for answers in as_completed(asked):  # after a failure too: what is at work by then may be answered
+                try:
+                    for i, answer in zip(asked[answers], answers.result(), strict=True):
                         if not journal.holds(keys[i]):
                             journal.add_text(keys[i], json.dumps(answer))
-                    num_kept += len(chunk)
-                    progress.advance(len(chunk))
-            except BaseException as error:
-                pool.shutdown(wait=False, cancel_futures=True)
-                if type(error) is EngineError:  # and not of one request, which is refused again
-                    raise say_kept(error, self._context.name, num_kept, num_requests, "requests") from None
-                raise
+                    num_kept += len(asked[answers])
+                    progress.advance(len(asked[answers]))
+                except Exception as error:
+                    failed = failed or error
+                    pool.shutdown(wait=False, cancel_futures=True)
+        if type(failed) is EngineError:  # and not of one request, which is refused again
+            raise say_kept(failed, self._context.name, num_kept, num_requests, "requests") from None
+        if failed:
+            raise failed
         return [unasked if (text := journal.find_text(key)) is None else json.loads(text) for key in keys]
 
     async def _generate(self, questions: list[Question]) -> list[Answer]:
-        return list(await asyncio.gather(*(answer_question(self._context, question) for question in questions)))
+        async def answer(question: Question) -> Answer:
+            async with self._context.take_place():
+                return await answer_question(self._context, question)
+
+        return list(await asyncio.gather(*map(answer, questions)))
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
@@ -148,9 +156,6 @@ class EndpointLM(LM):
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return self._wait(self._context.client.tokenize(texts, add_special_tokens=False)) if texts else []
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:

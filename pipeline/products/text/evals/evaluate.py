@@ -1,6 +1,6 @@
 """Run every eval of one candidate through its endpoint and write the evaluation folder.
 
-Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
+Evals run side by side: where the last cases of one leave a server idle, those of another fill it. Records are
 written to a temporary folder. It takes the place of the old one when every case of every eval has
 been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
 the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
@@ -33,14 +33,15 @@ from pipeline.products.text.evals.canary import (
 from pipeline.products.text.evals.canary_prompts import Prompt
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
-from pipeline.products.text.serving.engines.engine import Engine
+from pipeline.products.text.serving.engines.engine import Engine, gather
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.products.text.serving.vllm_facts import read_drafts
-from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.settings import TextProduct, TrajectoriesEval
 from pipeline.records.canary import CanaryPart, CanaryRecord
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import (
@@ -77,11 +78,12 @@ class Paths:
 
 @dataclass(frozen=True)
 class Served:
-    """An endpoint that runs already, and what it is asked."""
+    """An endpoint that runs already, and what it is asked, in as many cases at once as there are places."""
 
     engine: Engine
     client: Client
     evals: list[EvalJob]
+    places: Places
     canary: Sequence[CanaryPart] = ()  # what endpoints like it answered; it is asked what is missing
 
 
@@ -112,6 +114,11 @@ async def evaluate_candidate(
     """
     with lock_candidate(build, candidate.name), ThreadPoolExecutor(1) as pool:
         return await _evaluate(candidate, product, watches or {}, pool, served, root=root, build=build)
+
+
+def make_served(candidate: Candidate, engine: Engine, client: Client, evals: list[EvalJob]) -> Served:
+    """Return an endpoint that has a place for each request that its servers may have in flight."""
+    return Served(engine, client, evals, Places(candidate.serving.concurrency * len(engine.base_urls)))
 
 
 def can_be_served(candidate: Candidate, product: TextProduct) -> bool:
@@ -187,11 +194,9 @@ async def _serve(
         candidate, product.resources, evals=product.evals, root=root, logs=paths.logs, traces=traces
     )
     async with starting as (engine, client):
-        ready_s = time.monotonic() - start
-        evals = await asyncio.wrap_future(describing)  # until then lm-eval's noise is hidden, and all else on stderr
         servers = "1 server" if len(engine.base_urls) == 1 else f"{len(engine.base_urls)} servers"
-        print(f"{candidate.name}: {servers} ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
-        yield Served(engine, client, evals)
+        print(f"{candidate.name}: {servers} ready after {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        yield make_served(candidate, engine, client, await asyncio.wrap_future(describing))
 
 
 async def _run_evals(
@@ -208,13 +213,15 @@ async def _run_evals(
         EvidenceError: cases could not be judged.
     """
     kept = _read_kept(paths.last, candidate, served.engine)
-    records = {}
-    for job in served.evals:
+
+    async def run(job: EvalJob) -> list[CaseRecord]:
         watch = watches.get(job.name)
         if (file := kept.get(job.name)) is not None and file.key == job.key:
-            records[job.name] = _take_over(paths, job, file, watch)
-        else:
-            records[job.name] = await _run_eval(job, candidate, served, paths, watch, shards, root)
+            return _take_over(paths, job, file, watch)
+        return await _run_eval(job, candidate, served, paths, watch, shards, root)
+
+    results = await gather(*map(run, served.evals))
+    records = {job.name: cases for job, cases in zip(served.evals, results, strict=True)}
     _check_judged(candidate.name, records)
     return records
 
@@ -243,7 +250,7 @@ async def _ask_plain(
     off = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
     async with starting as (engine, client):
-        return await _run_canary(off, product, Served(engine, client, evals), prompts, prefix="plain ")
+        return await _run_canary(off, product, make_served(off, engine, client, evals), prompts, prefix="plain ")
 
 
 async def _run_canary(
@@ -351,10 +358,11 @@ def make_context(
         journal=journal,
         checkpoint=locate_checkpoint(candidate.checkpoint.path, root),
         folder=folder,
-        concurrency=candidate.serving.concurrency * len(served.engine.base_urls),
+        places=served.places,
         max_tokens=candidate.serving.max_tokens,
         context_length=candidate.serving.context_length,
         fingerprint=served.engine.fingerprint,
+        num_turns=job.settings.max_turns if isinstance(job.settings, TrajectoriesEval) else 1,
         is_plain=job.is_plain,
     )
 

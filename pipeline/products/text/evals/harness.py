@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import threading
 import time
 from typing import Any
 from unittest import mock
 
 from pipeline.errors import SettingsError
+from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, name_case
 from pipeline.products.text.evals.material import compile_once, explain_problems, index_tasks, read_fresh
@@ -24,6 +26,7 @@ from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 
 ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
+_LIBRARY = threading.Lock()  # its seeds, caches and patches are those of the process
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 
 
@@ -43,7 +46,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     assert isinstance(context.settings, HarnessEval)
     start = time.perf_counter()
     with explain_problems(context.name, "run", context.settings.task):
-        samples = await asyncio.to_thread(_run_task, context, context.settings, asyncio.get_running_loop())
+        samples = await _run_beside(context, context.settings)
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     records = _add_answers(context, samples, records)
@@ -56,7 +59,19 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     return records
 
 
-def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
+async def _run_beside(context: EvalContext, settings: HarnessEval) -> list[dict[str, Any]]:
+    """Run a task in a thread; where that is cancelled, the thread has ended too: it writes to the journal."""
+    bridge = Bridge()
+    running = asyncio.ensure_future(asyncio.to_thread(_run_task, context, settings, bridge))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        bridge.close()
+        await asyncio.wait([running])
+        raise
+
+
+def _run_task(context: EvalContext, settings: HarnessEval, bridge: Bridge) -> list[dict[str, Any]]:
     from lm_eval import evaluator
 
     from pipeline.products.text.evals.endpoint_lm import EndpointLM
@@ -64,9 +79,9 @@ def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.Abstrac
     manager = index_tasks(context.name, settings)
     # what it notes of machine and git takes seconds of other programs, and is in no record of ours
     unused: dict[str, Any] = {"add_env_info": lambda results: None, "get_git_commit_hash": lambda: None}
-    with read_fresh(), compile_once(), mock.patch.multiple(evaluator, **unused):
+    with _LIBRARY, read_fresh(), compile_once(), mock.patch.multiple(evaluator, **unused):
         results = evaluator.simple_evaluate(
-            model=EndpointLM(context, loop),
+            model=EndpointLM(context, bridge),
             tasks=[settings.task],
             num_fewshot=settings.num_fewshot,
             task_manager=manager,

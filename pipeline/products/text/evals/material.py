@@ -19,11 +19,12 @@ import logging
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError
@@ -146,10 +147,25 @@ def compile_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep progress bars and warnings from the terminal; a failure is an exception."""
+    """Keep progress bars and warnings of this thread from the terminal; a failure is an exception."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
         yield
+
+
+class _OtherThreads(io.TextIOBase):
+    """A stream that takes nothing from the thread that made it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write what another thread says."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
 
 
 def index_tasks(name: str, settings: HarnessEval) -> Any:

@@ -27,6 +27,7 @@ import numpy as np
 from pipeline.evalsets.cases import DocumentCase
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
+from pipeline.products.text.evals.places import Places
 from pipeline.products.text.evals.runner import run_cases
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, TokenScores
 from pipeline.products.text.settings import PerplexityEval
@@ -91,7 +92,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
     own = [case for group in groups for case in group]
     # all at once: what waits for its group takes no place of another's
-    whole = replace(context, concurrency=max(1, len(own)))
+    whole = replace(context, places=Places(max(1, len(own))))
     try:
         records = {r.case_id: r for r in await run_cases(whole, own, judge, attachments=attachments)}
     finally:

@@ -17,12 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import uvloop
+
 from pipeline.errors import EvidenceError
 from pipeline.product import OpenReplica
 from pipeline.products.text.evals.canary import ask_canary
-from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context
-from pipeline.products.text.evals.jobs import describe_evals, load_evalsets, pick_canary
+from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context, make_served
+from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
 from pipeline.products.text.evals.registry import EVALS
+from pipeline.products.text.serving.engines.engine import gather
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.canary import CanaryPart
@@ -56,7 +59,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         logs = build / "logs" / candidate.name
         starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=logs)
         async with starting as (engine, client):
-            served = Served(engine, client, await asyncio.wrap_future(describing))
+            served = make_served(candidate, engine, client, await asyncio.wrap_future(describing))
             ready.set_result(None)
             while (order := await asyncio.to_thread(orders.get)) is not None:
                 work, done = order
@@ -89,10 +92,10 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         else:
             orders.put(None)
             serving.result()
-            asyncio.run(whole())
+            uvloop.run(whole())
 
     with ThreadPoolExecutor(2) as pool:
-        serving = pool.submit(asyncio.run, serve())
+        serving = pool.submit(uvloop.run, serve())
         if serving in wait([ready, serving], return_when=FIRST_COMPLETED).done:
             serving.result()  # raises what kept it from starting
         try:
@@ -103,16 +106,19 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
 
 
 async def _run(candidate: Candidate, attempt: AttemptFolder, shard: Shard, root: Path, served: Served) -> int:
-    """Ask the cases of a shard, eval by eval."""
-    for job in served.evals:
+    """Ask the cases of a shard, evals side by side."""
+
+    async def run(job: EvalJob) -> str:
         with (
             attempt.open_journal(job.name, served.engine.facts, key=job.key) as journal,
             TemporaryDirectory() as unused,  # arrays of all cases are made of what the journal holds of each
         ):
             context = make_context(job, candidate, served, journal, root, Path(unused))
-            records = await EVALS[job.settings.kind](replace(context, shard=shard))
-        if problem := format_failures(records):
-            raise EvidenceError(f"{candidate.name}: shard {shard}: {job.name}: {problem}; the judged cases are kept")
+            problem = format_failures(await EVALS[job.settings.kind](replace(context, shard=shard)))
+        return f"{job.name}: {problem}" if problem else ""
+
+    if problems := [problem for problem in await gather(*map(run, served.evals)) if problem]:
+        raise EvidenceError(f"{candidate.name}: shard {shard}: {'; '.join(problems)}; the judged cases are kept")
     return attempt.finish()
 
 

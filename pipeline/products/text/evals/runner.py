@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
 from typing import TypeVar
 
 from pipeline.errors import EngineError, EvidenceError, HarmFound, JournalError, RequestError, SettingsError
@@ -88,21 +89,35 @@ async def run_cases(
         for record in records.values():
             watch.add(record)
     queue, failures = iter(waiting), _FailureCount()
-    progress = Progress(context.name, total=len(cases), kept=len(records))
+    begin = cache(partial(Progress, context.name, total=len(cases), kept=len(records)))  # once, with its first case
+
+    async def finish(case: C) -> None:
+        record = await _judge_one(context, case, judge, failures)
+        if record.failure is None:
+            context.journal.add(case.digest, record, (attachments or {}).get(case.id))
+        records[case.id] = record
+        begin().advance()
+        if watch is not None:
+            watch.add(record)
 
     async def work() -> None:
-        for case in queue:
-            record = await _judge_one(context, case, judge, failures)
-            if record.failure is None:
-                context.journal.add(case.digest, record, (attachments or {}).get(case.id))
-            records[case.id] = record
-            progress.advance()
-            if watch is not None:
-                watch.add(record)
+        while True:
+            async with context.take_place():
+                if (case := next(queue, None)) is None:
+                    return
+                begin()
+                try:
+                    await finish(case)
+                except BaseException:
+                    waiting.clear()  # whoever gets the place begins none
+                    raise
 
+    if not waiting:
+        begin()
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(context.concurrency, len(waiting))):
+            # one more than there are places: another eval gets none while this one has cases to begin
+            for _ in range(min(context.places.count + 1, len(waiting))):
                 group.create_task(work())
     except ExceptionGroup as group:
         for kind in (HarmFound, JournalError, EvidenceError):

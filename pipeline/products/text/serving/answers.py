@@ -10,6 +10,7 @@ Not covered: sending and repeating, which is the client's.
 from __future__ import annotations
 
 import email.utils
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from pipeline.records.speculation import SpeculationCounts
 
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100
-_TOKEN_ID = len("token_id:")
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
@@ -213,6 +213,17 @@ def read_retry_after(value: str) -> float | None:
     return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
 
 
+class _Tokens(dict[str, int]):
+    """Token ids by their names; a likelihood eval reads a million of them."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = token = int(name[len("token_id:") :])
+        return token
+
+
+_TOKENS = _Tokens()
+
+
 def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
     """Read one choice's echoed logprobs; entries past the prompt (a generated token) are dropped."""
     expected = f"expected echoed logprobs of {num_tokens} tokens"
@@ -227,8 +238,11 @@ def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
         rows = [
             row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top]) for row in tops
         ]
-        ids = np.array([[int(name[_TOKEN_ID:]) for name in row] for row in rows], dtype=np.int32)
-        values = np.array([list(row.values()) for row in rows], dtype=np.float32)
+        if len(set(map(len, rows))) > 1:
+            raise NonsenseError(f"{expected}, got unlike numbers of likely ones")
+        flat = itertools.chain.from_iterable
+        ids = np.fromiter(map(_TOKENS.__getitem__, flat(rows)), np.int32).reshape(len(rows), -1)
+        values = np.fromiter(flat(map(dict.values, rows)), np.float32).reshape(len(rows), -1)
         order = np.argsort(-values, axis=1, kind="stable")
     except _UNREADABLE:
         raise NonsenseError(f"{expected}, got {_excerpt(logprobs)}") from None

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import uvloop
+
 from pipeline.errors import EngineError, QuantgateError
 from pipeline.products.text.serving.engines.processes import FAILURE
 from pipeline.records.evaluations import Candidate
@@ -62,7 +64,7 @@ async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.s
     await server.probe()
     gc.freeze()  # what is there now stays: no later collection need look at it
     gc.enable()
-    config = uvicorn.Config(server.build_app(), log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(server.build_app(), http="httptools", log_level="warning", access_log=False, lifespan="off")
     line = {
         "port": listener.getsockname()[1],
         "fingerprint": loaded.fingerprint,
@@ -120,7 +122,7 @@ def main(argv: list[str]) -> int:
     try:
         listener = _listen(asked.get("host", "127.0.0.1"), asked.get("port"))
         candidate = Candidate.model_validate(asked["candidate"])
-        asyncio.run(_serve(candidate, asked, listener))
+        uvloop.run(_serve(candidate, asked, listener))
     except QuantgateError as error:
         _end(str(error))
     except Exception as error:

@@ -1,7 +1,7 @@
 """Which cached prefix transformers' continuous batching gives up when its cache is full: what nobody used for longest.
 
 The library gives up what was used last: the turns of a conversation that is about to go on. The next request then
-computes them once more, and the answer is the same.
+computes them once more; in float32 the answer is the same.
 """
 
 from __future__ import annotations
