@@ -8,10 +8,11 @@ evaluation is what `dvc repro` takes over: nothing is asked twice. Either way fi
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
+
+import uvloop
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"expected a candidate to screen, got the reference {candidate.name!r}")
     start, watches = time.monotonic(), make_watches(product)
     try:
-        asyncio.run(evaluate_candidate(candidate, product, root=Path(), build=product.build, watches=watches))
+        uvloop.run(evaluate_candidate(candidate, product, root=Path(), build=product.build, watches=watches))
     except HarmFound as found:
         print(f"{candidate.name}: stopped after {time.monotonic() - start:.0f} s: {found}")
         return HARM

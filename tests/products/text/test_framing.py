@@ -7,11 +7,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from pipeline.errors import CheckpointError, EngineError, RequestError
 from pipeline.evalsets.cards import load_evalset
@@ -138,8 +141,6 @@ def test_a_document_is_predicted_behind_one_bos_as_a_float64_loop_says(setup: Se
 
 
 def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[Any]:
-    from lm_eval.api.instance import Instance
-
     async def run() -> Any:
         settings = HarnessEval(kind="harness", task="t")
         context = setup.make_context(tmp_path, settings)
@@ -186,6 +187,60 @@ def test_an_endpoint_that_dies_is_told_with_what_is_kept(
     assert str(caught.value) == said
 
 
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_a_task_that_ends_in_the_middle_ends_with_chunks_that_nobody_began(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """`as_completed` never hears of a future that the pool's own shutdown cancels."""
+    monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
+    monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 1)
+    monkeypatch.setattr(setup.client, "score", AsyncMock(side_effect=partial(end_in_the_middle, how)))
+    pairs = [(f"a question {i}", " yes") for i in range(40)]
+
+    async def run() -> None:
+        context, bridge = setup.make_context(tmp_path, HarnessEval(kind="harness", task="t")), Bridge()
+        model = await asyncio.to_thread(EndpointLM, context, bridge)
+        requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+        asking = asyncio.ensure_future(asyncio.to_thread(model.loglikelihood, requests))
+        if how == "is cancelled":
+            await asyncio.sleep(0.3)
+            bridge.close()
+        await asyncio.wait([asking], timeout=20)
+        assert asking.done(), "it hangs"
+        assert asking.exception() if how == "fails" else asking.cancelled()
+
+    asyncio.run(run())
+
+
+async def end_in_the_middle(how: str, batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+    await asyncio.sleep(0.05 if how == "fails" else 60)
+    raise EngineError("gone")
+
+
+def test_of_equal_requests_the_first_one_counts_whichever_is_answered_first(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who shares a request may change a last bit, and two runs must give the same bytes."""
+    monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
+    monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 2)
+    pairs = [("one", " yes"), ("two", " yes"), ("one", " yes"), ("three", " yes")]
+    plain = setup.client.score
+
+    async def shift(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+        scores = await plain(batch, top_logprobs=top_logprobs)
+        is_first = str(setup.plain("three yes"))[1:-1] not in str(batch)
+        await asyncio.sleep(0.5 if is_first else 0)
+        return [replace(s, token_logprobs=s.token_logprobs - (1 if is_first else 2)) for s in scores]
+
+    monkeypatch.setattr(setup.client, "score", shift)
+    values = [value for value, _ in ask(setup, tmp_path, "loglikelihood", pairs)]
+    monkeypatch.setattr(setup.client, "score", plain)
+    exact = [value for value, _ in ask(setup, tmp_path / "again", "loglikelihood", pairs)]
+    lengths = [len(setup.plain(context + answer)) - len(setup.plain(context)) for context, answer in pairs]
+    shifts = [round((e - v) / n) for e, v, n in zip(exact, values, lengths, strict=True)]
+    assert shifts == [1, 1, 1, 2]
+
+
 @pytest.mark.parametrize(("num_places", "most"), [(2, 3), (6, 9)])
 def test_so_many_chunks_are_asked_at_once_as_keep_all_servers_busy(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_places: int, most: int
@@ -217,7 +272,6 @@ def test_lm_eval_s_rolling_requests_are_those_of_perplexity(setup: Setup, tmp_pa
 
 def test_lm_eval_s_own_model_counts_a_second_bos(setup: Setup) -> None:
     """What the docs say of it: by default it predicts BOS behind BOS, with `add_bos_token=False` it does not."""
-    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     text = TEXTS[0]

@@ -46,7 +46,7 @@ def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: 
         name="e",
         journal=journal,
         places=places,
-        take_place=partial(places.take, 0),
+        take_place=partial(places.take, (0,)),
         fingerprint="f",
         client=client,
         watch=watch,

@@ -33,7 +33,7 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
-        num_turns: requests that a case may take, one after another; cases of more turns come first.
+        num_turns: requests that a case may take, one after another.
         is_plain: prompts of tasks are sent as they stand, as the product's models have no chat template.
         shard: the part of the cases that is asked; None: all.
         watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
@@ -56,8 +56,8 @@ class EvalContext:
     watch: HarmWatch | None = None
 
     def take_place(self) -> AbstractAsyncContextManager[None]:
-        """Wait for a place, and hold it while a case is in progress."""
-        return self.places.take(-self.num_turns)
+        """Wait for a place, and hold it during a case: watched evals and cases of more turns come first."""
+        return self.places.take((self.watch is None, -self.num_turns))
 
     def list_own(self) -> Sequence[Any]:
         """Return the evalset's cases that are asked, in its order."""

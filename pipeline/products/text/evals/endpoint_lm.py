@@ -91,7 +91,7 @@ class EndpointLM(LM):
         return ["" if answer is None else str(answer["text"]) for answer in answers]
 
     def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]], *, unasked: T) -> list[T]:
-        """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk.
+        """Ask for what the journal does not hold yet, as many chunks at once as keep all servers busy; journal each.
 
         Args:
             kind: of the requests.
@@ -106,23 +106,28 @@ class EndpointLM(LM):
         if shard is not None:
             clusters = [name_cluster(request.doc) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
-        num_requests = sum(map(len, chunks))
-        chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in chunk)]
-        num_kept = num_requests - sum(map(len, chunks))
+        first = {keys[i]: i for chunk in reversed(chunks) for i in reversed(chunk)}
+        # of equal requests the first one counts, whichever chunk is answered first
+        own = {chunk: [i for i in chunk if first[keys[i]] == i] for chunk in chunks}
+        chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in own[chunk])]
+        num_requests = len(first)
+        num_kept = num_requests - sum(len(own[chunk]) for chunk in chunks)
         progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
         with ThreadPoolExecutor(CHUNKS_AHEAD * math.ceil(self._context.places.count / CHUNK_REQUESTS)) as pool:
             asked = {pool.submit(ask, [requests[i] for i in chunk]): chunk for chunk in chunks}
             failed: Exception | None = None
             for answers in as_completed(asked):  # after a failure too: what is at work by then may be answered
                 try:
-                    for i, answer in zip(asked[answers], answers.result(), strict=True):
-                        if not journal.holds(keys[i]):
+                    chunk = asked[answers]
+                    for i, answer in zip(chunk, answers.result(), strict=True):
+                        if i in own[chunk] and not journal.holds(keys[i]):
                             journal.add_text(keys[i], json.dumps(answer))
-                    num_kept += len(asked[answers])
-                    progress.advance(len(asked[answers]))
+                    num_kept += len(own[chunk])
+                    progress.advance(len(own[chunk]))
                 except Exception as error:
                     failed = failed or error
-                    pool.shutdown(wait=False, cancel_futures=True)
+                    for waiting in asked:  # not by the pool's shutdown, of which `as_completed` would hear nothing
+                        waiting.cancel()
         if type(failed) is EngineError:  # and not of one request, which is refused again
             raise say_kept(failed, self._context.name, num_kept, num_requests, "requests") from None
         if failed:

@@ -1,6 +1,7 @@
 """Run every eval of one candidate through its endpoint and write the evaluation folder.
 
-Evals run side by side: where the last cases of one leave a server idle, those of another fill it. Records are
+Evals run side by side: where the last cases of one leave a server idle, those of another fill it. Only lm-eval's
+tasks follow each other, as its settings are those of the process. Records are
 written to a temporary folder. It takes the place of the old one when every case of every eval has
 been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
 the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the

@@ -67,7 +67,7 @@ async def _run_beside(context: EvalContext, settings: HarnessEval) -> list[dict[
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         bridge.close()
-        await asyncio.wait([running])
+        await asyncio.gather(running, return_exceptions=True)
         raise
 
 

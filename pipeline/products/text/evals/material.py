@@ -147,21 +147,31 @@ def compile_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep progress bars and warnings of this thread from the terminal; a failure is an exception."""
+    """Keep progress bars, and warnings of this thread, from the terminal; a failure is an exception."""
+    import datasets
+    from huggingface_hub.utils import disable_progress_bars
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
-        yield
+    datasets.disable_progress_bars()
+    disable_progress_bars()
+    stream = _OtherThreads(sys.stderr)
+    with contextlib.redirect_stderr(stream):
+        try:
+            yield
+        finally:
+            stream.thread = None  # a log handler that was made meanwhile keeps it
 
 
 class _OtherThreads(io.TextIOBase):
-    """A stream that takes nothing from the thread that made it."""
+    """A stream that takes nothing from `thread`, at first the one that made it."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
+        self._stream = stream
+        self.thread: int | None = threading.get_ident()
 
     def write(self, text: str) -> int:
         """Write what another thread says."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        return len(text) if threading.get_ident() == self.thread else self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream."""

@@ -15,11 +15,11 @@ class Places:
     def __init__(self, count: int) -> None:
         """Begin with so many free ones."""
         self.count = self._num_free = count
-        self._line: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._line: list[tuple[tuple[int, ...], int, asyncio.Future[None]]] = []  # a heap
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def take(self, rank: int) -> AsyncIterator[None]:
+    async def take(self, rank: tuple[int, ...]) -> AsyncIterator[None]:
         """Hold a place; evals of a lower rank come first."""
         if self._num_free:  # then nobody waits
             self._num_free -= 1

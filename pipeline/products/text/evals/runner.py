@@ -116,7 +116,7 @@ async def run_cases(
         begin()
     try:
         async with asyncio.TaskGroup() as group:
-            # one more than there are places: another eval gets none while this one has cases to begin
+            # one more than there are places: an eval of a higher rank gets none while this one has cases to begin
             for _ in range(min(context.places.count + 1, len(waiting))):
                 group.create_task(work())
     except ExceptionGroup as group:
