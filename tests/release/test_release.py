@@ -380,7 +380,8 @@ def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path: Path) -> 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     """A copy of the bundle of an upscaler from before products had names."""
-    return Path(shutil.copytree(Path(__file__).parent / "old_bundle", tmp_path / "old"))
+    shutil.unpack_archive(Path(__file__).parent / "old_bundle.tar.xz", tmp_path)
+    return (tmp_path / "old_bundle").rename(tmp_path / "old")
 
 
 def test_a_bundle_of_before_products_had_names_verifies(old: Path) -> None:
