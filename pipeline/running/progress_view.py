@@ -231,7 +231,12 @@ class View:
         head.add_column(no_wrap=True)
         count = f"{phase.num_done} of {phase.total} steps"
         head.add_row(Text(phase.title, "bold"), _draw_bar(phase.total, phase.num_done), count)
-        notes = [Text(f"  {fact.note}", "dim") for step in phase.running for fact, _ in step.at_work if fact.note]
+        notes = [
+            Text(f"  {fact.note}", "dim")
+            for step in phase.running
+            for fact, _ in step.find_work(phase.now)
+            if fact.note
+        ]
         return Group(head, Text(self._format_times(phase)), _draw_steps(phase, is_wide=is_wide), *notes)
 
 
@@ -269,7 +274,7 @@ def _format_name(step: Step) -> str:
 def _format_step(phase: Phase, step: Step) -> str:
     """Return how far a step is, as words."""
     left_s = phase.predict_step_s(step)
-    for fact, began in step.at_work:
+    for fact, began in step.find_work(phase.now):
         return format_fact(fact, phase.now - began, left_s=left_s)
     left = "" if left_s is None else f", about {format_duration(left_s)} left"
     return f"{format_duration(phase.now - step.start)} so far{left}"
@@ -289,8 +294,9 @@ def _draw_steps(phase: Phase, *, is_wide: bool) -> Table:
     table.add_column(no_wrap=True, justify="right")
     for step in phase.running:
         piece, count, rate = "", "", ""
-        for fact, began in step.at_work[:1]:
-            others = len(step.at_work) - 1
+        work = step.find_work(phase.now)
+        for fact, began in work[:1]:
+            others = len(work) - 1
             piece, count = fact.piece + f" +{others}" * (others > 0), f"{fact.done:,}/{fact.total:,}"
             per_s = measure_rate(fact, phase.now - began)
             rate = f"{per_s:.1f}/s" if per_s and fact.done < fact.total else ""
@@ -313,7 +319,7 @@ def _draw_step_bar(phase: Phase, step: Step, left_s: float | None) -> ProgressBa
     if left_s is not None:
         gone = phase.now - step.start
         return _draw_bar(gone + left_s or 1.0, gone)
-    return next((_draw_bar(fact.total, fact.done) for fact, _ in step.at_work), "")
+    return next((_draw_bar(fact.total, fact.done) for fact, _ in step.find_work(phase.now)), "")
 
 
 def _format_clock(seconds: float) -> str:

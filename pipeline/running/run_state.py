@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeline.running.last_times import LastTime, LastTimes
 from pipeline.running.progress import Fact, predict_left_s
 
 Clock = Callable[[], float]
+_RESTS_AFTER_S = 10.0  # while cases of another eval have the places
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,41 @@ class Estimate:
 
 
 @dataclass
+class Piece:
+    """A piece of a step's work.
+
+    Attributes:
+        fact: the last one about it.
+        since: when its rate begins: as it began, or went on after other pieces had the machine.
+        before: so many were done then.
+        advanced: when more was done last.
+    """
+
+    fact: Fact
+    since: float
+    before: int
+    advanced: float
+
+    def take(self, fact: Fact, now: float) -> None:
+        """Take up the next fact."""
+        if fact.done > self.fact.done:
+            if self.rests(now):
+                self.since, self.before = now, self.fact.done
+            self.advanced = now
+        self.fact = fact
+
+    def rests(self, now: float) -> bool:
+        """Tell whether it stands still for much longer than it took so far."""
+        num, took_s = self.fact.done - self.before, self.advanced - self.since
+        return num > 0 and took_s > 0 and now - self.advanced > max(_RESTS_AFTER_S, 10 * took_s / num)
+
+    @property
+    def pace(self) -> tuple[Fact, float]:
+        """What its rate is measured by: the fact, with what was done before as kept, and since when."""
+        return replace(self.fact, kept=self.before), self.since
+
+
+@dataclass
 class Step:
     """A step that has begun.
 
@@ -51,7 +87,7 @@ class Step:
         is_taken: its result was made ahead.
         cpu_s: seconds of CPU time that it took; 0: nobody said so.
         is_announced: a log says that it has begun.
-        pieces: the last fact of each piece of its work, and when that began; the last one told is the last here.
+        pieces: of its work, by their names; the last one told is the last here.
     """
 
     name: str
@@ -62,7 +98,7 @@ class Step:
     is_taken: bool = False
     cpu_s: float = 0.0
     is_announced: bool = False
-    pieces: dict[str, tuple[Fact, float]] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
 
     @property
     def stage(self) -> str:
@@ -74,22 +110,22 @@ class Step:
         """The candidate or product."""
         return self.name.partition("@")[2]
 
-    @property
-    def at_work(self) -> list[tuple[Fact, float]]:
-        """The pieces of work at hand, and when they began, the least done first; else the last one, if any."""
-        unfinished = [(fact, began) for fact, began in self.pieces.values() if fact.done < fact.total]
-        unfinished.sort(key=lambda piece: piece[0].done / piece[0].total)
-        return unfinished or list(self.pieces.values())[-1:]
+    def find_work(self, now: float) -> list[tuple[Fact, float]]:
+        """Return what is at work, as `Piece.pace` has it, the least done first; else the last one, if any."""
+        unfinished = [piece for piece in self.pieces.values() if piece.fact.done < piece.fact.total]
+        unfinished.sort(key=lambda piece: piece.fact.done / piece.fact.total)
+        moving = [piece for piece in unfinished if not piece.rests(now)]
+        return [piece.pace for piece in moving or unfinished or list(self.pieces.values())[-1:]]
 
     @property
     def num_kept(self) -> int:
         """Cases that an earlier run had finished."""
-        return sum(fact.kept for fact, _ in self.pieces.values())
+        return sum(piece.fact.kept for piece in self.pieces.values())
 
     @property
     def num_counted(self) -> int:
         """Cases of all its work so far."""
-        return sum(fact.total for fact, _ in self.pieces.values())
+        return sum(piece.fact.total for piece in self.pieces.values())
 
 
 class Phase:
@@ -177,8 +213,10 @@ class Phase:
         step.is_taken |= fact.is_taken
         step.cpu_s = fact.cpu_s or step.cpu_s
         if fact.piece:
-            _, began = step.pieces.pop(fact.piece, (fact, self._clock()))
-            step.pieces[fact.piece] = (fact, began)
+            now = self._clock()
+            piece = step.pieces.pop(fact.piece, None) or Piece(fact, now, fact.kept, now)
+            piece.take(fact, now)
+            step.pieces[fact.piece] = piece
 
     def close(self, *, has_failed: bool = False) -> None:
         """Say that the phase ends; what is at work then has failed, or is done."""
@@ -188,7 +226,7 @@ class Phase:
     def predict_step_s(self, step: Step) -> float | None:
         """Return the seconds that a step at work still takes; None: nobody knows."""
         now = self._clock()
-        known = (predict_left_s(fact, now - began) for fact, began in step.at_work)
+        known = (predict_left_s(fact, now - began) for fact, began in step.find_work(now))
         by_rate = max((left_s for left_s in known if left_s is not None), default=None)
         if (last := self._last.find(step.name)) is None:
             return by_rate  # of the pieces of work at hand

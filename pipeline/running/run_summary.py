@@ -65,8 +65,8 @@ def _list_reused(phase: Phase) -> Iterator[str]:
         yield f"{num_taken} {made}"
     units: dict[str, int] = {}
     for step in phase.steps.values():
-        for fact, _ in step.pieces.values():
-            units[fact.unit] = units.get(fact.unit, 0) + fact.kept
+        for piece in step.pieces.values():
+            units[piece.fact.unit] = units.get(piece.fact.unit, 0) + piece.fact.kept
     for unit, num in units.items():
         if num:
             yield f"{num:,} {unit} that were finished before"

@@ -109,12 +109,48 @@ def test_of_evals_side_by_side_the_slowest_says_how_long_it_takes(tmp_path: Path
     phase.take(Fact("evaluate@a", "workflows", "cases", 100, 400))
     phase.take(Fact("evaluate@a", "choices", "cases", 399, 400))
     (step,) = phase.running
-    assert [fact.piece for fact, _ in step.at_work] == ["workflows", "choices"]
+    assert [fact.piece for fact, _ in step.find_work(clock.now)] == ["workflows", "choices"]
     assert phase.predict_step_s(step) == pytest.approx(270)
     phase.take(Fact("evaluate@a", "workflows", "cases", 400, 400))
-    assert [fact.piece for fact, _ in step.at_work] == ["choices"], "what is done is not at work"
+    assert [fact.piece for fact, _ in step.find_work(clock.now)] == ["choices"], "what is done is not at work"
     phase.take(Fact("evaluate@a", "choices", "cases", 400, 400))
-    assert [fact.piece for fact, _ in step.at_work] == ["choices"], "the last one, until the next begins"
+    assert [fact.piece for fact, _ in step.find_work(clock.now)] == ["choices"], "the last one, until the next begins"
+
+
+def test_an_eval_that_waits_for_the_places_of_another_says_nothing_until_it_goes_on(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Single calls begin at once, and go on when the last workflows have begun: their first rate is of no use."""
+    phase = plan(tmp_path, clock, {})
+    phase.begin("evaluate@a")
+    for piece in ("calls", "workflows"):
+        phase.take(Fact("evaluate@a", piece, "cases", 0, 400))
+    clock.now += 1
+    phase.take(Fact("evaluate@a", "calls", "cases", 4, 400))
+    clock.now += 99
+    phase.take(Fact("evaluate@a", "workflows", "cases", 200, 400))
+    (step,) = phase.running
+    assert [fact.piece for fact, _ in step.find_work(clock.now)] == ["workflows"]
+    assert phase.predict_step_s(step) == pytest.approx(100), "of workflows alone, not three hours"
+    phase.take(Fact("evaluate@a", "workflows", "cases", 400, 400))
+    phase.take(Fact("evaluate@a", "calls", "cases", 4, 400))
+    clock.now += 5
+    phase.take(Fact("evaluate@a", "calls", "cases", 14, 400))
+    clock.now += 20
+    phase.take(Fact("evaluate@a", "calls", "cases", 104, 400))
+    assert phase.predict_step_s(step) == pytest.approx(296 / 5), "by its rate since it went on"
+    assert step.num_kept == 0
+
+
+def test_a_slow_eval_does_not_rest(tmp_path: Path, clock: Clock) -> None:
+    phase = plan(tmp_path, clock, {})
+    phase.begin("evaluate@a")
+    phase.take(Fact("evaluate@a", "workflows", "cases", 0, 5))
+    (step,) = phase.running
+    for done in (1, 2, 3):
+        clock.now += 60
+        phase.take(Fact("evaluate@a", "workflows", "cases", done, 5))
+        assert phase.predict_step_s(step) == pytest.approx(60 * (5 - done))
 
 
 def test_with_half_of_the_machine_a_step_takes_twice_as_long() -> None:
