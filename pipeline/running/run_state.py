@@ -48,25 +48,30 @@ class Piece:
         since: when its rate begins: as it began, or went on after other pieces had the machine.
         before: so many were done then.
         advanced: when more was done last.
+        num_advances: facts since then that said of more.
     """
 
     fact: Fact
     since: float
     before: int
     advanced: float
+    num_advances: int = 0
 
     def take(self, fact: Fact, now: float) -> None:
         """Take up the next fact."""
         if fact.done > self.fact.done:
             if self.rests(now):
-                self.since, self.before = now, self.fact.done
+                self.since, self.before, self.num_advances = now, self.fact.done, 0
             self.advanced = now
+            self.num_advances += 1
         self.fact = fact
 
     def rests(self, now: float) -> bool:
-        """Tell whether it stands still for much longer than it took so far."""
-        num, took_s = self.fact.done - self.before, self.advanced - self.since
-        return num > 0 and took_s > 0 and now - self.advanced > max(_RESTS_AFTER_S, 10 * took_s / num)
+        """Tell whether it stands still for much longer than between two facts so far."""
+        if not self.num_advances:
+            return False
+        usual_s = (self.advanced - self.since) / self.num_advances or _RESTS_AFTER_S / 2
+        return now - self.advanced > max(_RESTS_AFTER_S, 10 * usual_s)
 
     @property
     def pace(self) -> tuple[Fact, float]:
@@ -111,9 +116,9 @@ class Step:
         return self.name.partition("@")[2]
 
     def find_work(self, now: float) -> list[tuple[Fact, float]]:
-        """Return what is at work, as `Piece.pace` has it, the least done first; else the last one, if any."""
+        """Return what is at work, as `Piece.pace` has it, the least done of what began first; else the last one, if any."""
         unfinished = [piece for piece in self.pieces.values() if piece.fact.done < piece.fact.total]
-        unfinished.sort(key=lambda piece: piece.fact.done / piece.fact.total)
+        unfinished.sort(key=lambda piece: (piece.fact.done == 0, piece.fact.done / piece.fact.total))
         moving = [piece for piece in unfinished if not piece.rests(now)]
         return [piece.pace for piece in moving or unfinished or list(self.pieces.values())[-1:]]
 

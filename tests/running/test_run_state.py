@@ -153,6 +153,33 @@ def test_a_slow_eval_does_not_rest(tmp_path: Path, clock: Clock) -> None:
         assert phase.predict_step_s(step) == pytest.approx(60 * (5 - done))
 
 
+def test_work_that_comes_in_bursts_does_not_rest(tmp_path: Path, clock: Clock) -> None:
+    """As chunks of lm-eval's requests on a slow machine."""
+    phase = plan(tmp_path, clock, {})
+    phase.begin("evaluate@a")
+    phase.take(Fact("evaluate@a", "choices", "requests", 0, 1000))
+    (step,) = phase.running
+    for done in (64, 128, 192, 256):
+        clock.now += 30
+        phase.take(Fact("evaluate@a", "choices", "requests", done, 1000))
+        assert phase.predict_step_s(step) == pytest.approx((1000 - done) * 30 / 64)
+
+
+def test_an_eval_that_goes_on_once_and_stands_still_says_nothing_again(tmp_path: Path, clock: Clock) -> None:
+    phase = plan(tmp_path, clock, {})
+    phase.begin("evaluate@a")
+    for piece in ("calls", "workflows"):
+        phase.take(Fact("evaluate@a", piece, "cases", 0, 4000))
+    (step,) = phase.running
+    clock.now += 1
+    phase.take(Fact("evaluate@a", "calls", "cases", 4, 4000))
+    clock.now += 99
+    phase.take(Fact("evaluate@a", "calls", "cases", 5, 4000))
+    clock.now += 300
+    phase.take(Fact("evaluate@a", "workflows", "cases", 2000, 4000))
+    assert phase.predict_step_s(step) == pytest.approx(400), "of workflows"
+
+
 def test_with_half_of_the_machine_a_step_takes_twice_as_long() -> None:
     alone = LastTime(60.0, 1, 0)
     assert (alone.predict_s(1), alone.predict_s(2)) == (60, 120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -348,15 +349,16 @@ def test_evals_work_side_by_side_on_as_many_places_as_the_endpoint_has(
 def test_the_error_of_one_eval_ends_the_others_and_their_cases_are_kept(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat, is_asked = endpoint.chat, asyncio.Event()
+    chat, num_answered, is_answered = endpoint.chat, itertools.count(1), asyncio.Event()
 
     async def die(messages: list[dict[str, Any]], **options: Any) -> Reply:
         if messages[-1]["content"] == "a":
-            await asyncio.wait_for(is_asked.wait(), 20)
-            await asyncio.sleep(0.1)
+            await asyncio.wait_for(is_answered.wait(), 20)
+            await asyncio.sleep(0.1)  # both answers are in their journals then
             raise EngineError("gone")
         reply = await chat(messages, **options)
-        is_asked.set()
+        if next(num_answered) == 2:
+            is_answered.set()
         return reply
 
     def check_alive() -> None:

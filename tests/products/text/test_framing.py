@@ -7,10 +7,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -194,7 +192,14 @@ def test_a_task_that_ends_in_the_middle_ends_with_chunks_that_nobody_began(
     """`as_completed` never hears of a future that the pool's own shutdown cancels."""
     monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
     monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 1)
-    monkeypatch.setattr(setup.client, "score", AsyncMock(side_effect=partial(end_in_the_middle, how)))
+    is_asked = asyncio.Event()
+
+    async def end(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+        is_asked.set()
+        await asyncio.sleep(0.05 if how == "fails" else 60)
+        raise EngineError("gone")
+
+    monkeypatch.setattr(setup.client, "score", end)
     pairs = [(f"a question {i}", " yes") for i in range(40)]
 
     async def run() -> None:
@@ -202,19 +207,14 @@ def test_a_task_that_ends_in_the_middle_ends_with_chunks_that_nobody_began(
         model = await asyncio.to_thread(EndpointLM, context, bridge)
         requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         asking = asyncio.ensure_future(asyncio.to_thread(model.loglikelihood, requests))
+        await asyncio.wait_for(is_asked.wait(), 20)
         if how == "is cancelled":
-            await asyncio.sleep(0.3)
             bridge.close()
         await asyncio.wait([asking], timeout=20)
-        assert asking.done(), "it hangs"
-        assert asking.exception() if how == "fails" else asking.cancelled()
+        assert asking.done(), "it hangs"  # and so does the end of this test then: a thread can't be ended
+        assert isinstance(asking.exception(), EngineError) if how == "fails" else asking.cancelled()
 
     asyncio.run(run())
-
-
-async def end_in_the_middle(how: str, batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
-    await asyncio.sleep(0.05 if how == "fails" else 60)
-    raise EngineError("gone")
 
 
 def test_of_equal_requests_the_first_one_counts_whichever_is_answered_first(
@@ -247,13 +247,16 @@ def test_so_many_chunks_are_asked_at_once_as_keep_all_servers_busy(
 ) -> None:
     monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 2)
     monkeypatch.setattr(endpoint_lm, "CHUNKS_AHEAD", 3)
-    make_context, score, sizes, running = setup.make_context, setup.client.score, list[int](), 0
+    make_context, score, sizes, running, all_there = setup.make_context, setup.client.score, [0], 0, asyncio.Event()
 
     async def count(batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
         nonlocal running
         running += 1
         sizes.append(running)
-        await asyncio.sleep(0.2)
+        if running == most:
+            all_there.set()
+        await asyncio.wait_for(all_there.wait(), 20)
+        await asyncio.sleep(0.05)  # one too many would show itself
         running -= 1
         return await score(batch, top_logprobs=top_logprobs)
 
