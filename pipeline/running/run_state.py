@@ -116,7 +116,7 @@ class Step:
         return self.name.partition("@")[2]
 
     def find_work(self, now: float) -> list[tuple[Fact, float]]:
-        """Return what is at work, as `Piece.pace` has it, the least done of what began first; else the last one, if any."""
+        """Return what is at work, as `Piece.pace` has it, the least done first, and what has not begun behind it."""
         unfinished = [piece for piece in self.pieces.values() if piece.fact.done < piece.fact.total]
         unfinished.sort(key=lambda piece: (piece.fact.done == 0, piece.fact.done / piece.fact.total))
         moving = [piece for piece in unfinished if not piece.rests(now)]
