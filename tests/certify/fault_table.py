@@ -53,7 +53,7 @@ from tests.fakes.judging import compare_release, list_said
 from tests.fakes.release_project import load_product
 from tests.fakes.tiny_llama import build_tokenizer
 
-KILL_AFTER = 6  # cases of the first eval
+KILL_AFTER = 6  # documents: by then each eval has asked what it asks ahead of its cases
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Table:
             folder, self.proxy.url, {"checkpoint": row.checkpoint, "steps": []} | there, request_timeout_s=row.timeout_s
         )
         self.proxy.fault = row.fault() if row.fault else None
-        with contextlib.nullcontext() if row.fault else killer(folder / BUILD / "journal/there/calls.jsonl"):
+        with contextlib.nullcontext() if row.fault else killer(folder / BUILD / "journal/there/prose.jsonl"):
             start = time.monotonic()
             code, printed = evaluate(folder, "there")
             seconds = time.monotonic() - start
