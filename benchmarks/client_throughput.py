@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from benchmarks.check_resume import list_children
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import Call, ToolCallCase
@@ -272,7 +274,7 @@ def main() -> int:
     product = choose_product(load_params(), arguments.product, kind=TextProduct)
     if arguments.engine:
         asyncio.run(run_engine(describe_candidate(product)))
-    rounds = asyncio.run(measure(product, arguments.rounds))
+    rounds = uvloop.run(measure(product, arguments.rounds))
     return 0 if all([report(*item) for item in rounds.items()]) else 1
 
 

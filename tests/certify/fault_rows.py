@@ -7,7 +7,7 @@ server: what it asks then is no concern of the table's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.certify.fault_project import MODEL, NUM_CASES
@@ -102,13 +102,14 @@ def by_another_model(answer: Any) -> Any:
     return answer | {"model": "other"}
 
 
-def ends(last: str, *, eval_name: str = "(calls|flows)", kept: str = r"\d+ of \d+") -> str:
+def ends(last: str, *, path: str = CHAT, kept: Mapping[str, str] = {"calls": "6 of 16", "flows": "0 of 32"}) -> str:
     """Return the pattern of the line that eight failures in a row end with, of whichever eval has them first."""
-    path = SCORE if eval_name == "prose" else CHAT
-    return (
-        rf"{eval_name}: 8 cases in a row failed, last: http://[\w.:]+{path}: {last}; {eval_name}: {kept} cases are "
+    lines = (
+        rf"{name}: 8 cases in a row failed, last: http://[\w.:]+{path}: {last}; {name}: {count} cases are "
         r"finished and kept, run `dvc repro` to go on"
+        for name, count in kept.items()
     )
+    return f"(?:{'|'.join(lines)})"
 
 
 def in_vain(last: str) -> str:
@@ -149,7 +150,7 @@ ROWS = [
     Row(
         "500 for ever while documents are scored",
         lambda: at(SCORE, where(is_case, say(500, BROKEN))),
-        said=ends(r"HTTP 500: out of memory \(tried 5 times\)", eval_name="prose", kept=r"0 of 32"),
+        said=ends(r"HTTP 500: out of memory \(tried 5 times\)", path=SCORE, kept={"prose": "0 of 32"}),
     ),
     Row(
         "reply that trickles for ever",
@@ -255,7 +256,9 @@ ROWS = [
     Row(
         "another model scores",
         lambda: at(SCORE, where(is_case, edit(by_another_model))),
-        said=ends(f"expected an answer of model '{MODEL}', got one of 'other'; .*", eval_name="prose", kept=r"0 of 32"),
+        said=ends(
+            f"expected an answer of model '{MODEL}', got one of 'other'; .*", path=SCORE, kept={"prose": "0 of 32"}
+        ),
     ),
     Row(
         "the reference's weights answer",
