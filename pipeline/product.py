@@ -59,7 +59,8 @@ class OpenReplica:
     """A candidate that is loaded or served, and evaluates shards.
 
     Attributes:
-        run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries.
+        run: evaluates a shard under `build/shards/<name>/`; returns the number of its entries. Called for as many at
+            once as the kind says.
         finish: makes `build/evaluations/<name>/` of all shards and of what replicas prepared; does what is missing of
             that itself. The replica does nothing after it.
         prepare: does one part of what comes after the shards, by its number and how many there are, as of shards;
@@ -77,6 +78,7 @@ class Kind(Protocol[P]):
     settings: type[P]
     evals: Mapping[str, type[Eval]]  # the settings of each kind of eval, which say what it measures
     start_options: Mapping[str, str]  # what `start_product` may be told beside name and checkpoint, with a line of help
+    shards_at_once: int  # of a replica: more than one where the last cases of a shard would leave it idle
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings of a new product that run, as its checkpoint allows them, and example cases.

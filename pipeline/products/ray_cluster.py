@@ -1,9 +1,9 @@
 """Evaluate and build candidates on a Ray cluster: the only importer of Ray beside `ray_worker.py`, which it sends.
 
-Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard
-(`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a worker or a
-node that dies costs what it was just doing; its shard goes to another one. At the end each replica does its part of
-what comes after the shards, and one makes the evaluation of it all, as the stage does on one machine: the same bytes
+Each replica is an actor that loads or serves the candidate once, and evaluates shard after shard, or as many at once as
+its kind says (`pipeline/running/shards.py`). The driver takes over what a replica has written every second, so that a
+worker or a node that dies costs what it was just doing; its shards go to others. At the end each replica does its part
+of what comes after the shards, and one makes the evaluation of it all, as the stage does on one machine: the same bytes
 come out, latencies aside.
 
 Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
@@ -37,7 +37,7 @@ from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
-SHARDS_A_WORKER = 2  # more: a slow one takes fewer; but each has an end at which few cases are asked at once
+SHARDS_A_WORKER = 2  # for each that it evaluates at once: a slow one takes fewer
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
@@ -50,7 +50,8 @@ class _Worker:
     actor: Any
     host: str = ""
     sees_root: bool = False  # the driver's folder
-    shard: Shard | None = None
+    num_running: int = 0  # shards
+    is_lost: bool = False  # it failed or died
     num_entries: int = 0  # that came from it
     known: dict[str, int] = field(default_factory=dict)  # bytes that came of each file
     asked: Any = None  # what is new; None: nothing is on its way
@@ -67,6 +68,7 @@ class _Run:
 
     execution: RayExecution
     order: Order
+    at_once: int  # shards of a replica
     count: int
     waiting: deque[Shard]
     failures: Counter[Shard] = field(default_factory=Counter)
@@ -132,10 +134,11 @@ def evaluate_on_ray(
         _share_project(ray, list_files) as project,
     ):
         num_workers = execution.count_workers(ray.cluster_resources())
-        count = _find_count(build / "shards" / candidate) or num_workers * SHARDS_A_WORKER
+        at_once = KINDS[product.kind].shards_at_once
+        count = _find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
         finished = _list_finished(build / "shards" / candidate)
         shards = [Shard(number, count) for number in range(1, count + 1)]
-        run = _Run(execution, order, count, deque(shard for shard in shards if shard not in finished))
+        run = _Run(execution, order, at_once, count, deque(shard for shard in shards if shard not in finished))
         workers = [_start(ray, run) for _ in range(min(num_workers, max(1, len(run.waiting))))]
         _finish(ray, run, _run_shards(ray, run, workers, project), project)
 
@@ -146,7 +149,7 @@ def build_on_ray(
     """Build a candidate on a cluster and put it in place; return a line that says what it became."""
     order = Order(candidate, product.build.as_posix(), read_environment())
     with connect(execution) as ray, _share_project(ray, list_files) as project:
-        worker = _start(ray, _Run(execution, order, 1, deque()))
+        worker = _start(ray, _Run(execution, order, 1, 1, deque()))
         seen = _get(ray, worker, worker.actor.look.remote(project.root, project.token))
         _get(ray, worker, _begin(worker, order, project, seen))
         said: str = _get(ray, worker, worker.actor.make.remote())
@@ -191,7 +194,7 @@ def _start(ray: Any, run: _Run) -> _Worker:
         "num_cpus": resources.pop("CPU", 0 if "GPU" in resources else 1),
         "num_gpus": resources.pop("GPU", 0),
         "resources": resources,
-        "max_concurrency": 2,  # it is asked what is new while it works
+        "max_concurrency": run.at_once + 1,  # it is asked what is new while it works
     }
     return _Worker(ray.remote(Replica).options(**options).remote())
 
@@ -240,49 +243,79 @@ def _explain(ray: Any, worker: _Worker, error: Any) -> EngineError:
 def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) -> list[_Worker]:
     """Give shards to replicas until all are finished; return those that still work, first any that ran one."""
     starting = {worker.actor.look.remote(project.root, project.token): worker for worker in workers}
-    running: dict[Any, _Worker] = {}
+    running: dict[Any, tuple[_Worker, Shard]] = {}
     ready: list[_Worker] = []
     progress = Progress(run.order.candidate, total=run.count, kept=run.count - len(run.waiting), unit="shards")
     while run.waiting or running or not ready:
-        if not starting and not running and not ready:
+        if not starting and not ready:
             raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
         done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
         for reference in done:
-            worker = starting.pop(reference, None) or running.pop(reference)
-            if (result := _settle(ray, run, worker, reference)) is not _LOST:
-                if not worker.host:  # it said where it is, and does not know yet what to do
-                    starting[_begin(worker, run.order, project, result)] = worker
-                else:
-                    ready.append(worker)
-            elif len(starting) + len(running) + len(ready) < run.execution.count_workers(ray.cluster_resources()):
-                other = _start(ray, run)
-                starting[other.actor.look.remote(project.root, project.token)] = other
+            if reference in running:
+                _finish_shard(ray, run, *running.pop(reference), reference)
+                continue
+            worker = starting.pop(reference)
+            if (result := _ask_start(ray, run, worker, reference)) is _LOST:
+                continue
+            if worker.host:
+                ready.append(worker)
+            else:  # it said where it is, and does not know yet what to do
+                starting[_begin(worker, run.order, project, result)] = worker
+        ready = [worker for worker in ready if not worker.is_lost]
+        _replace_lost(ray, run, starting, ready, project)
         _assign(run, ready, running)
-        for worker in running.values():
-            _take_new(ray, run, worker)
-        left = len(run.waiting) + sum(worker.shard is not None for worker in running.values())
-        progress.reach(run.count - left, note=_format_replicas(run, [*running.values(), *ready]))
+        for worker in ready:
+            if worker.num_running:
+                _take_new(ray, run, worker)
+        progress.reach(run.count - len(run.waiting) - len(running), note=_format_replicas(run, ready))
     return sorted(ready, key=lambda worker: not worker.known)
 
 
-def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
-    """Take over what a replica has finished; return what it answered, or that it is lost."""
-    shard, worker.shard = worker.shard, None
+def _replace_lost(
+    ray: Any, run: _Run, starting: dict[Any, _Worker], ready: Sequence[_Worker], project: _Project
+) -> None:
+    """Start a replica for each that was lost, while there is something for it to do."""
+    useful = max(1, len(ready) + len(run.waiting))
+    wanted = min(run.execution.count_workers(ray.cluster_resources()), useful)
+    for _ in range(wanted - len(starting) - len(ready)):
+        worker = _start(ray, run)
+        starting[worker.actor.look.remote(project.root, project.token)] = worker
+
+
+def _ask_start(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
+    """Return what a replica that starts answered, or that it is lost.
+
+    Raises:
+        EngineError: so many in a row could not start.
+    """
     try:
-        result = ray.get(reference)
-        if shard is not None:
-            _take_rest(ray, run, worker)
-            run.num_failed_starts = 0
-        return result
+        return ray.get(reference)
     except ray.exceptions.RayError as error:
-        run.num_dead += not _is_own(ray, error)
-        problem = _explain(ray, worker, error)
-        ray.kill(worker.actor)
-    if shard is None:
-        run.num_failed_starts += 1
-        if run.num_failed_starts >= MAX_FAILURES:
-            raise problem
-        return _LOST
+        problem = _lose(ray, run, worker, error)
+    run.num_failed_starts += 1
+    if run.num_failed_starts >= MAX_FAILURES:
+        raise problem
+    return _LOST
+
+
+def _finish_shard(ray: Any, run: _Run, worker: _Worker, shard: Shard, reference: Any) -> None:
+    """Take over a shard that has ended; one that failed waits again, and so does what was at work beside it.
+
+    Raises:
+        EngineError: it failed too often.
+    """
+    worker.num_running -= 1
+    was_lost = worker.is_lost
+    try:
+        ray.get(reference)
+        _take_rest(ray, run, worker)
+        run.num_failed_starts = 0
+        return
+    except ray.exceptions.RayError as error:
+        problem = None if was_lost else _lose(ray, run, worker, error)
+    run.waiting.appendleft(shard)
+    if problem is None:  # the fault of the one before
+        return
     run.failures[shard] += 1
     run.avoided.setdefault(shard, set()).add(worker.host)
     print(f"  shard {shard}: {problem}; given to another replica", file=sys.stderr, flush=True)
@@ -291,24 +324,33 @@ def _settle(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
             f"{run.order.candidate}: shard {shard} failed {MAX_FAILURES} times, last on {problem}; what finished is "
             "kept, run `dvc repro` to go on"
         )
-    run.waiting.appendleft(shard)
-    return _LOST
 
 
-def _assign(run: _Run, ready: list[_Worker], running: dict[Any, _Worker]) -> None:
+def _lose(ray: Any, run: _Run, worker: _Worker, error: Any) -> EngineError:
+    """End a replica that failed or died, and return why."""
+    run.num_dead += not _is_own(ray, error)
+    problem = _explain(ray, worker, error)
+    worker.is_lost = True
+    ray.kill(worker.actor)
+    return problem
+
+
+def _assign(run: _Run, ready: Sequence[_Worker], running: dict[Any, tuple[_Worker, Shard]]) -> None:
     """Give waiting shards to replicas that are free: not to a host on which one failed, while there are others."""
-    hosts = {worker.host for worker in [*ready, *running.values()]}
-    for worker in list(ready):
-        shard = next((s for s in run.waiting if worker.host not in run.avoided.get(s, set())), None)
-        if shard is None:
-            shard = next((s for s in run.waiting if hosts <= run.avoided.get(s, set())), None)
-        if shard is None:
-            continue
-        run.waiting.remove(shard)
-        ready.remove(worker)
-        worker.shard = shard
-        earlier = _read_earlier(run.folder / shard.folder)
-        running[worker.actor.run.remote(shard.number, shard.count, earlier)] = worker
+    hosts = {worker.host for worker in ready}
+    for number in range(run.at_once):  # each gets one before any gets another
+        for worker in ready:
+            if worker.num_running > number:
+                continue
+            shard = next((s for s in run.waiting if worker.host not in run.avoided.get(s, set())), None)
+            if shard is None:
+                shard = next((s for s in run.waiting if hosts <= run.avoided.get(s, set())), None)
+            if shard is None:
+                continue
+            run.waiting.remove(shard)
+            worker.num_running += 1
+            earlier = _read_earlier(run.folder / shard.folder)
+            running[worker.actor.run.remote(shard.number, shard.count, earlier)] = (worker, shard)
 
 
 def _take_new(ray: Any, run: _Run, worker: _Worker) -> None:

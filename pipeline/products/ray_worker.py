@@ -17,6 +17,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ class FileServer:
 
 
 class Replica:
-    """One candidate, loaded or served once, that evaluates shard after shard."""
+    """One candidate, loaded or served once, that evaluates shard after shard, or several at once."""
 
     def __init__(self) -> None:
         """Make a folder for what is made here; it ends with the process."""
@@ -65,6 +66,8 @@ class Replica:
         self._build = self._scratch / "build"
         self._stack = contextlib.ExitStack()
         self._open: Any = None  # what the candidate's kind opened
+        self._lock = threading.Lock()
+        self._num_running = 0
 
     def look(self, root: str, token: str) -> tuple[str, bool]:
         """Return the host's name, and whether it sees the driver's folder, in which a file of this name lies."""
@@ -118,8 +121,9 @@ class Replica:
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
         with self._name_driver_folder(), self._close_with_failure():
-            if self._open is None:
-                self._open = self._stack.enter_context(self._do("open_replica"))
+            with self._lock:
+                if self._open is None:
+                    self._open = self._stack.enter_context(self._do("open_replica"))
             return int(self._open.run(shard))
 
     def read_new(self, known: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
@@ -192,13 +196,22 @@ class Replica:
 
     @contextlib.contextmanager
     def _close_with_failure(self) -> Iterator[None]:
-        """Close what the candidate's kind opened with an error of its work: it knows what a dead process means."""
+        """Close what the candidate's kind opened with an error of its work: it knows what a dead process means.
+
+        What else is at work here goes on, until whoever hears of the error ends this process.
+        """
+        with self._lock:
+            self._num_running += 1
         try:
             yield
         except Exception as error:
-            opened, self._stack, self._open = self._stack, contextlib.ExitStack(), None
-            opened.__exit__(type(error), error, error.__traceback__)
+            if self._num_running == 1:
+                opened, self._stack, self._open = self._stack, contextlib.ExitStack(), None
+                opened.__exit__(type(error), error, error.__traceback__)
             raise
+        finally:
+            with self._lock:
+                self._num_running -= 1
 
     def _do(self, method: str) -> Any:
         """Call what a stage calls; by its name, as the code of one stage must not become that of the other."""

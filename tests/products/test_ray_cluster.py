@@ -136,12 +136,12 @@ class PlayedRay:
 
 
 def run_shards(
-    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch, *, at_once: int = 1
 ) -> tuple[_Run, list[_Worker]]:
     """Evaluate; return where it stands at the end, and the replicas that still work."""
     execution = RayExecution(kind="ray", num_workers=len(actors))
     shards = deque(Shard(number, num_shards) for number in range(1, num_shards + 1))
-    run = _Run(execution, Order("model", folder.as_posix(), {}), num_shards, shards)
+    run = _Run(execution, Order("model", folder.as_posix(), {}), at_once, num_shards, shards)
     spare = iter([PlayedActor(f"spare-{i}", actors[0]._plan) for i in range(20)])
     monkeypatch.setattr(ray_cluster, "_start", lambda *_: _Worker(next(spare)))
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
@@ -150,10 +150,10 @@ def run_shards(
 
 
 def run_all(
-    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch, *, at_once: int = 1
 ) -> tuple[_Run, set[str]]:
     """Evaluate; return where it stands at the end, and the files that the driver has."""
-    run, _ = run_shards(folder, actors, num_shards, monkeypatch)
+    run, _ = run_shards(folder, actors, num_shards, monkeypatch, at_once=at_once)
     return run, {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*.jsonl")}
 
 
@@ -164,6 +164,38 @@ def works(_host: str, _number: int) -> None:
 def test_each_shard_is_run_once_where_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, files = run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 5, monkeypatch)
     assert len(files) == 5 and not run.failures and not run.num_dead
+
+
+def test_a_replica_has_as_many_shards_at_once_as_its_kind_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each shard servers were idle: the last cases of one are few."""
+    at_work: list[int] = []
+    wait = PlayedRay.wait
+
+    def count(ray: PlayedRay, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        hosts = [reference.actor.host for reference in references if reference.call == reference.actor._run]
+        at_work.append(max(map(hosts.count, hosts), default=0))
+        return wait(ray, references, timeout)
+
+    monkeypatch.setattr(PlayedRay, "wait", count)
+    run, files = run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 6, monkeypatch, at_once=2)
+    assert len(files) == 6 and not run.failures and max(at_work) == 2
+
+
+@pytest.mark.parametrize("end", [RayActorError, EngineError])
+def test_what_is_beside_a_shard_that_fails_is_evaluated_elsewhere_and_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[Exception]
+) -> None:
+    ended: list[int] = []
+
+    def fail_once(host: str, number: int) -> None:
+        if host == "a" and number == 1:
+            ended.append(number)
+            raise end("the server died")
+
+    actors = [PlayedActor("a", fail_once), PlayedActor("b", fail_once)]
+    run, files = run_all(tmp_path, actors, 4, monkeypatch, at_once=2)
+    assert ended == [1] and {name.split("/")[0] for name in files} >= {f"{n}-of-4" for n in (1, 2, 3, 4)}
+    assert run.failures == {Shard(1, 4): 1} and run.num_dead == (end is RayActorError)
 
 
 def test_one_that_ran_a_shard_ends_the_run_and_no_idle_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ class ImagesKind:
     settings = ImagesProduct
     evals: Mapping[str, type[Eval]] = {"images": ImagesEval}
     start_options: Mapping[str, str] = {"clip": "folder of the CLIP that judges the pictures"}
+    shards_at_once = 1
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings that run, and example cases."""

@@ -35,6 +35,7 @@ class TextKind:
         "trajectories": TrajectoriesEval,
     }
     start_options: Mapping[str, str] = {}
+    shards_at_once = 2
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings that run, and example cases."""

@@ -28,6 +28,7 @@ class EmbeddingsKind:
     settings = EmbeddingsProduct
     evals: Mapping[str, type[Eval]] = {"retrieval": RetrievalEval}
     start_options: Mapping[str, str] = {}
+    shards_at_once = 1
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Refuse: nobody starts with a kind of a test."""

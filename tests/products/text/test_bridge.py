@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import CancelledError
-from pathlib import Path
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import pipeline.products.text.evals.harness as harness
 from pipeline.products.text.evals.bridge import Bridge
-from pipeline.products.text.settings import HarnessEval
 
 
 async def answer() -> str:
@@ -44,13 +42,12 @@ def test_a_thread_that_waits_ends_when_the_bridge_closes_and_asks_no_more() -> N
     asyncio.run(run())
 
 
-def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another eval failed: the journal is closed next, and lm-eval may be in the middle of a chunk."""
     asks, is_over = threading.Event(), threading.Event()
+    no_context: Any = None
 
-    def run_task(context: Any, settings: Any, bridge: Bridge) -> list[Any]:
+    def work(context: Any, bridge: Any) -> list[Any]:
         asks.set()
         try:
             bridge.wait(asyncio.sleep(60))
@@ -60,12 +57,54 @@ def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes(
         return []
 
     async def run() -> None:
-        task = asyncio.create_task(harness._run_beside(None, HarnessEval(kind="harness", task="t")))  # type: ignore[arg-type]
+        task = asyncio.create_task(harness._work_beside(no_context, work))
         await asyncio.to_thread(asks.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert is_over.is_set()
 
-    monkeypatch.setattr(harness, "_run_task", run_task)
+    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_tasks_that_wait_for_their_turn_take_no_thread_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of hosts are looked up in these threads: with tasks enough nobody asked anything any more."""
+    at_work: list[int] = []
+
+    def work(number: Any, bridge: Any) -> int:
+        at_work.append(number)
+        bridge.wait(asyncio.to_thread(threading.Event().wait, 0.05))
+        at_work.append(number)
+        return int(number)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        numbers: Any = range(5)
+        assert await asyncio.gather(*(harness._work_beside(number, work) for number in numbers)) == [*numbers]
+        assert at_work == [number for number in numbers for _ in range(2)], "one after the other"
+
+    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_task_that_is_cancelled_before_its_turn_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def work(name: Any, bridge: Any) -> None:
+        begun.append(name)
+        bridge.wait(asyncio.sleep(0.2))
+
+    async def run() -> None:
+        first, second = (asyncio.create_task(harness._work_beside(name, work)) for name in names)
+        while not begun:
+            await asyncio.sleep(0.01)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        await first
+        assert begun == ["first"]
+
+    names: Any = ("first", "second")
+    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from filelock import FileLock
 
 import pipeline.products.text.evals.evaluate as evaluate_module
+import pipeline.products.text.evals.harness as harness
 import pipeline.products.text.evals.jobs as jobs_module
 import pipeline.products.text.evals.replica as replica_module
 import pipeline.running.shards as shards_module
@@ -28,7 +30,7 @@ from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalErr
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.replica import open_replica
 from pipeline.products.text.serving.client import Reply
-from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.serving import ServingConfig
 from pipeline.running.shards import Shard
@@ -442,6 +444,53 @@ def test_shards_ask_each_case_once_and_make_the_records_of_one_run(
     assert sorted(endpoint.asked) == ["a", "b", "c"] and read_answers(tmp_path) == alone
     assert merged.shards is not None and merged.shards.num_shards == 3
     assert not (tmp_path / "build/agent/shards/a").exists(), "they would be merged into the next evaluation too"
+
+
+def test_shards_that_are_asked_for_at_once_are_asked_side_by_side(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last cases of a shard are few, and the servers were idle until the next one began."""
+    serve_shards(endpoint, monkeypatch)
+    chat, at_work, all_there = endpoint.chat, [0], threading.Event()
+
+    async def wait_for_all(messages: list[dict[str, Any]], **options: Any) -> Reply:
+        at_work[0] += 1
+        if at_work[0] == 3:
+            all_there.set()
+        assert await asyncio.to_thread(all_there.wait, 20), "a shard waited for another"
+        return await chat(messages, **options)
+
+    monkeypatch.setattr(endpoint, "chat", wait_for_all)
+    shards = [Shard(number, 2) for number in (1, 2)]
+    with (
+        open_replica(make_candidate("a"), make_product(), root=tmp_path, build=tmp_path / "build/agent") as replica,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        assert sum(pool.map(replica.run, shards)) == 3
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+
+
+def test_lm_eval_makes_the_requests_once_for_all_shards_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took a second of each shard."""
+    made, asked = [], []
+
+    def run_task(context: Any, model: Any) -> list[Any]:
+        made.append(context.name)
+        assert model.loglikelihood(["one", "two"]) == [(0.0, False)] * 2 and model.generate_until(["three"]) == [""]
+        return []
+
+    class Model:
+        def loglikelihood(self, requests: list[str]) -> None:
+            asked.append(requests)
+
+        generate_until = loglikelihood
+
+    monkeypatch.setattr(harness, "_run_task", run_task)
+    monkeypatch.setattr(harness, "_RECORDED", {})
+    settings = HarnessEval(kind="harness", task="t")
+    for context in (SimpleNamespace(name="e", settings=settings) for _ in range(3)):
+        harness._ask_shard(context, Model())  # type: ignore[arg-type]
+    assert made == ["e"] and asked == [["one", "two"], ["three"]] * 3
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

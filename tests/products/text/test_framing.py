@@ -25,7 +25,8 @@ from pipeline.products.text.evals.places import Places
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.serving.scoring import score_sequences
 from pipeline.products.text.settings import HarnessEval, PerplexityEval
-from pipeline.running.journal import Journal
+from pipeline.running.journal import Journal, read_entries
+from pipeline.running.shards import Shard
 from tests.fakes.tiny_llama import TEXTS, write_documents, write_tiny_llama
 
 CONTEXT = 32
@@ -239,6 +240,32 @@ def test_of_equal_requests_the_first_one_counts_whichever_is_answered_first(
     lengths = [len(setup.plain(context + answer)) - len(setup.plain(context)) for context, answer in pairs]
     shifts = [round((e - v) / n) for e, v, n in zip(exact, values, lengths, strict=True)]
     assert shifts == [1, 1, 1, 2]
+
+
+def test_equal_requests_of_two_shards_are_asked_by_one_of_them(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request may change a last bit of the same answer, and shards with two answers are not merged."""
+    monkeypatch.setattr(endpoint_lm, "CHUNK_REQUESTS", 1)
+    pairs = [("one", " yes"), ("two", " yes"), ("one", " yes"), ("three", " yes")]
+    requests = [Instance("loglikelihood", {"cluster": f"c{i}"}, pair, i) for i, pair in enumerate(pairs)]
+    entries: list[list[str]] = []
+
+    async def run(shard: Shard) -> None:
+        settings = HarnessEval(kind="harness", task="t")
+        context = replace(setup.make_context(tmp_path / f"{shard.number}", settings), shard=shard)
+        model = await asyncio.to_thread(EndpointLM, context, Bridge())
+        await asyncio.to_thread(model.loglikelihood, requests)
+        context.journal.close()
+        entries.append([entry["key"] for entry in read_entries(tmp_path / f"{shard.number}" / "journal")])
+
+    for number in range(1, 5):
+        (tmp_path / f"{number}").mkdir()
+        asyncio.run(run(Shard(number, 4)))
+    clusters = [{i for i in range(4) if Shard(number, 4).holds(f"c{i}")} for number in range(1, 5)]
+    assert not any({0, 2} <= own for own in clusters), "the equal ones are in two shards"
+    keys = [key for own in entries for key in own]
+    assert len(keys) == len(set(keys)) == 3
 
 
 @pytest.mark.parametrize(("num_places", "most"), [(2, 3), (6, 9)])

@@ -5,7 +5,6 @@ Not covered: lm-eval's request cache, which has no model in its key, and its cha
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from pipeline.products.text.evals.generation import (
     read_question,
 )
 from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.serving.engines.engine import gather
 from pipeline.products.text.serving.failures import say_kept
 from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
@@ -106,11 +106,11 @@ class EndpointLM(LM):
         if shard is not None:
             clusters = [name_cluster(request.doc) for request in requests]
             chunks = choose_batches(chunks, shard, lambda chunk: [clusters[i] for i in chunk])
-        first = {keys[i]: i for chunk in reversed(chunks) for i in reversed(chunk)}
-        # of equal requests the first one counts, whichever chunk is answered first
+        # of equal requests the first one counts, whichever chunk is answered first, and whichever shard has it
+        first = {keys[i]: i for i in reversed(range(len(keys)))}
         own = {chunk: [i for i in chunk if first[keys[i]] == i] for chunk in chunks}
+        num_requests = sum(map(len, own.values()))
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in own[chunk])]
-        num_requests = len(first)
         num_kept = num_requests - sum(len(own[chunk]) for chunk in chunks)
         progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
         with ThreadPoolExecutor(CHUNKS_AHEAD * math.ceil(self._context.places.count / CHUNK_REQUESTS)) as pool:
@@ -139,7 +139,7 @@ class EndpointLM(LM):
             async with self._context.take_place():
                 return await answer_question(self._context, question)
 
-        return list(await asyncio.gather(*map(answer, questions)))
+        return await gather(*map(answer, questions))
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
@@ -161,6 +161,29 @@ class EndpointLM(LM):
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return self._wait(self._context.client.tokenize(texts, add_special_tokens=False)) if texts else []
+
+
+class Recorder(LM):
+    """Keeps what lm-eval asks of a model, by kind, and answers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, list[Any]] = {}
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Keep pairs of context and continuation."""
+        self.requests["loglikelihood"] = requests
+        return [(0.0, False)] * len(requests)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Keep whole texts."""
+        self.requests["loglikelihood_rolling"] = requests
+        return [0.0] * len(requests)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Keep prompts."""
+        self.requests[GENERATE] = requests
+        return [""] * len(requests)
 
 
 def _sum_continuation(scores: TokenScores, continuation: list[int]) -> tuple[float, bool]:

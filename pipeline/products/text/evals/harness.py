@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 from pipeline.errors import SettingsError
@@ -25,8 +26,16 @@ from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+
+    from pipeline.products.text.evals.endpoint_lm import EndpointLM
+
+T = TypeVar("T")
 ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
-_LIBRARY = threading.Lock()  # its seeds, caches and patches are those of the process
+# one task after another: lm-eval's seeds, caches and patches are those of the process. Those that wait take no thread
+_LIBRARY = ThreadPoolExecutor(1, "lm-eval")
+_RECORDED: dict[tuple[str, str], dict[str, list[Any]]] = {}  # what lm-eval asks of a model, by eval and by kind
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 
 
@@ -42,11 +51,17 @@ def import_library(name: str, settings: HarnessEval) -> None:
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
-    """Run one lm-eval task; the score of a record is `accuracy`."""
+    """Run one lm-eval task; the score of a record is `accuracy`.
+
+    Of a shard the answers are journaled and nothing is returned: who has all of them judges them.
+    """
     assert isinstance(context.settings, HarnessEval)
     start = time.perf_counter()
     with explain_problems(context.name, "run", context.settings.task):
-        samples = await _run_beside(context, context.settings)
+        if context.shard is not None:
+            await _work_beside(context, _ask_shard)
+            return []
+        samples = await _work_beside(context, _run_task)
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     records = _add_answers(context, samples, records)
@@ -59,29 +74,50 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     return records
 
 
-async def _run_beside(context: EvalContext, settings: HarnessEval) -> list[dict[str, Any]]:
-    """Run a task in a thread; where that is cancelled, the thread has ended too: it writes to the journal."""
+async def _work_beside(context: EvalContext, work: Callable[[EvalContext, EndpointLM], T]) -> T:
+    """Work on a task in a thread; where that is cancelled, the thread has ended too: it writes to the journal."""
     bridge = Bridge()
-    running = asyncio.ensure_future(asyncio.to_thread(_run_task, context, settings, bridge))
+    running = _LIBRARY.submit(lambda: work(context, _make_model(context, bridge)))
+    answer = asyncio.wrap_future(running)
     try:
-        return await asyncio.shield(running)
+        return await asyncio.shield(answer)
     except asyncio.CancelledError:
-        bridge.close()
-        await asyncio.gather(running, return_exceptions=True)
+        if not running.cancel():  # it has begun
+            bridge.close()
+            await asyncio.gather(answer, return_exceptions=True)
         raise
 
 
-def _run_task(context: EvalContext, settings: HarnessEval, bridge: Bridge) -> list[dict[str, Any]]:
-    from lm_eval import evaluator
-
+def _make_model(context: EvalContext, bridge: Bridge) -> EndpointLM:
     from pipeline.products.text.evals.endpoint_lm import EndpointLM
 
+    return EndpointLM(context, bridge)
+
+
+def _ask_shard(context: EvalContext, model: EndpointLM) -> None:
+    """Have the journal hold the answers of a shard; lm-eval makes the requests of all once, for all shards here."""
+    from pipeline.products.text.evals.endpoint_lm import Recorder
+
+    key = (context.name, context.settings.model_dump_json())
+    if key not in _RECORDED:
+        recorder = Recorder()
+        _run_task(context, recorder)
+        _RECORDED[key] = recorder.requests
+    for kind, requests in _RECORDED[key].items():
+        getattr(model, kind)(requests)
+
+
+def _run_task(context: EvalContext, model: LM) -> list[dict[str, Any]]:
+    from lm_eval import evaluator
+
+    settings = context.settings
+    assert isinstance(settings, HarnessEval)
     manager = index_tasks(context.name, settings)
     # what it notes of machine and git takes seconds of other programs, and is in no record of ours
     unused: dict[str, Any] = {"add_env_info": lambda results: None, "get_git_commit_hash": lambda: None}
-    with _LIBRARY, read_fresh(), compile_once(), mock.patch.multiple(evaluator, **unused):
+    with read_fresh(), compile_once(), mock.patch.multiple(evaluator, **unused):
         results = evaluator.simple_evaluate(
-            model=EndpointLM(context, bridge),
+            model=model,
             tasks=[settings.task],
             num_fewshot=settings.num_fewshot,
             task_manager=manager,

@@ -1,7 +1,8 @@
-"""One endpoint of a candidate, which evaluates shards of its cases one after another (`pipeline/running/shards.py`).
+"""One endpoint of a candidate, which evaluates shards of its cases (`pipeline/running/shards.py`).
 
-Once all shards are done, each endpoint answers its part of the canary, as each server of one machine does, and one of
-them measures the margins of all answers.
+Shards that are asked for at once share the endpoint's places: where the last cases of one leave a server idle, those of
+another fill it. Once all shards are done, each endpoint answers its part of the canary, as each server of one machine
+does, and one of them measures the margins of all answers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,16 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
     ready: Future[None] = Future()
     whole = partial(evaluate_candidate, candidate, product, root=root, build=build)
 
+    async def answer(served: Served, work: _Work, done: Future[Any]) -> None:
+        try:
+            done.set_result(await work(served))
+        except Exception as error:
+            done.set_exception(error)
+        finally:
+            done.cancel()  # where the endpoint ends meanwhile; else nothing
+
     async def serve() -> None:
+        at_work: set[asyncio.Task[None]] = set()
         # importing lm-eval takes as long as starting servers does
         describing = pool.submit(describe_evals, product, candidate, load_evalsets(product, root), root)
         logs = build / "logs" / candidate.name
@@ -62,11 +72,9 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
             served = make_served(candidate, engine, client, await asyncio.wrap_future(describing))
             ready.set_result(None)
             while (order := await asyncio.to_thread(orders.get)) is not None:
-                work, done = order
-                try:
-                    done.set_result(await work(served))
-                except Exception as error:
-                    done.set_exception(error)
+                task = asyncio.create_task(answer(served, *order))
+                at_work.add(task)  # the loop itself keeps no task alive
+                task.add_done_callback(at_work.discard)
 
     def ask(work: _Work) -> Any:
         done: Future[Any] = Future()
