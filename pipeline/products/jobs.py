@@ -20,9 +20,6 @@ from pipeline.settings.execution import RayExecution
 # What a candidate takes at most, of a GPU and of the host: so much for itself, and so many times its checkpoint. A
 # pipeline of 7 GB that draws 1,024 pixels takes 20 GiB of the GPU, and quantising by samples twice a model of the host.
 _OWN_MIB, _GPU_COPIES, _HOST_COPIES = 4 << 10, 8, 4
-# Of a candidate's time, what more processes do not shorten: imports, quantising, servers that start. The shipped agent
-# took 112, 58, 33, 21 and 17 s with 1, 2, 4, 8 and 16 servers.
-_SERIAL = 0.1
 
 
 def count_jobs(params: Params, products: Collection[Product]) -> int:
@@ -40,20 +37,6 @@ def count_jobs(params: Params, products: Collection[Product]) -> int:
     if params.execution.num_workers == "auto":
         num_jobs = max(num_jobs, _count_sharing(products))
     return 0 if num_jobs == 1 else num_jobs
-
-
-def choose_jobs(num_workers: int, num_candidates: int) -> int:
-    """Return how many candidates to work on at once on CPUs, so that few processes are idle: of equals the most.
-
-    Of 11 candidates with 16 workers 8 at once have two each, and the last 3 have five. 11 at once would have one each.
-    """
-
-    def measure(at_once: int) -> float:
-        """Return how long all take, in times that one takes with one worker."""
-        waves = [at_once] * (num_candidates // at_once) + [num_candidates % at_once]
-        return sum(_SERIAL + (1 - _SERIAL) / (num_workers // size) for size in waves if size)
-
-    return min(range(min(num_workers, num_candidates), 0, -1), key=measure, default=1)
 
 
 def _count_sharing(products: Collection[Product]) -> int:

@@ -5,9 +5,8 @@ worked on at once, each step in a process that has its imports already (`pipelin
 itself says what it would run. Results go where the stages put them. Beside that they are kept under the digest of their
 inputs (`pipeline/running/prefetched.py`). A `dvc repro` afterwards takes them over, checks and judges.
 
-The workers or servers of a candidate are its product's, divided by the number of candidates at work; the last ones are
-fewer, and have more each. Where one is left, the step's own process does the work. Of several GPUs each candidate is
-evaluated on its share.
+The workers or servers of a candidate are its product's, divided by the number of candidates at work. Where one is left,
+the step's own process does the work. Of several GPUs each candidate is evaluated on its share.
 
 Not covered: benchmark and judgement, which need all candidates. With `execution.kind: ray` a step is sent to the
 cluster, as its stage does.
@@ -33,7 +32,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.errors import EvidenceError, JournalError, QuantgateError, SettingsError
 from pipeline.products import KINDS
-from pipeline.products.jobs import choose_jobs, count_jobs
+from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, list_project_files, load_params
 from pipeline.records.plain_text import format_line
 from pipeline.running.environment import VISIBLE, list_own_gpus
@@ -85,36 +84,15 @@ class Order:
 
 @dataclass(frozen=True)
 class Share:
-    """How the machine is shared out among the candidates that are worked on at once; no jobs: nothing is gained.
-
-    Attributes:
-        params: the whole file.
-        watched: by candidate and stage what stage `env` found.
-        num_jobs: candidates at once.
-        gpus: that they share.
-        may_be_fewer: nobody has named the number of jobs, and fewer are made where that leaves fewer cores idle.
-    """
+    """How the machine is shared out among the candidates that are worked on at once; no jobs: nothing is gained."""
 
     params: Params
-    watched: Mapping[str, Mapping[str, Mapping[str, str]]]
+    watched: Mapping[str, Mapping[str, Mapping[str, str]]]  # by candidate
     num_jobs: int
     gpus: Sequence[str]
-    may_be_fewer: bool = False
 
-    def fit(self, num_candidates: int) -> Share:
-        """Return the share for so many candidates."""
-        num_jobs = min(self.num_jobs, max(1, num_candidates))
-        return replace(self, num_jobs=choose_jobs(self.num_jobs, num_candidates) if self.may_be_fewer else num_jobs)
-
-    def give(self, name: str, product: Product, place: int, at_once: int) -> Order:
-        """Return the order for a candidate; its stage is to be filled in.
-
-        Args:
-            name: of the candidate.
-            product: that owns it.
-            place: among those at work, counted from 0.
-            at_once: candidates that share the workers: the last ones are fewer. GPUs are shared out once.
-        """
+    def give(self, name: str, product: Product, place: int) -> Order:
+        """Return the order for a candidate at a place, counted from 0; its stage is to be filled in."""
         own = self.gpus[place :: self.num_jobs] or self.gpus[place % max(1, len(self.gpus)) :][:1]
         return Order(
             stage="",
@@ -122,7 +100,7 @@ class Share:
             product=product,
             params=self.params,
             watched=self.watched[name],
-            num_workers=max(1, product.num_workers // (self.num_jobs if self.gpus else at_once)),
+            num_workers=max(1, product.num_workers // self.num_jobs),
             gpus=",".join(own) if own else None,
         )
 
@@ -161,10 +139,9 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
         params = load_params()
         candidates = choose_candidates(params, names)
         watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
-        gpus, most = list_own_gpus(), num_jobs or count_jobs(params, candidates.values())
-        share = Share(params, watched, most, gpus, may_be_fewer=num_jobs is None and not gpus)
+        num_jobs = num_jobs or count_jobs(params, candidates.values())
         with View(ENV / "progress.jsonl", start=start) as view, end_on_sigterm(view):
-            yield view, candidates, share
+            yield view, candidates, Share(params, watched, num_jobs, list_own_gpus())
 
 
 def make_ahead(view: View, candidates: Mapping[str, Product], share: Share) -> None:
@@ -285,9 +262,7 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     first = {name: stage for name in candidates if (stage := _find_first_stage(ask, name)) is not None}
     if first and isinstance(share.params.execution, RayExecution):
         _check_cluster()
-    share = share.fit(len(first))
-    num_last = len(first) % share.num_jobs
-    sizes = {name: num_last if i >= len(first) - num_last else share.num_jobs for i, name in enumerate(first)}
+    share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
     view.say(f"prefetch: {len(first)} of {len(candidates)} candidates to make, {share.num_jobs} at a time")
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
     phase = view.plan("candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
@@ -300,8 +275,7 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     def make(name: str) -> bool:
         place = places.get()
         try:
-            order = share.give(name, candidates[name], place, sizes[name])
-            return _make_candidate(ask, workshop, first[name], order)
+            return _make_candidate(ask, workshop, first[name], share.give(name, candidates[name], place))
         except EvidenceError as error:  # DVC can't say
             view.say(f"{name}: {format_line(str(error))}")
             return False

@@ -122,49 +122,15 @@ def test_each_candidate_has_its_gpus(
 ) -> None:
     share = prefetch.Share(params, defaultdict(dict), num_jobs, gpus)
     people = params.products["people"]
-    assert [share.give("people", people, place, num_jobs).gpus for place in range(num_jobs)] == shares
+    assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
 
 
 def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
     product = params.products["agent"].use_workers(5)
     numbers = [
-        prefetch.Share(params, defaultdict(dict), num, ()).give("agent", product, 0, num).num_workers
-        for num in (1, 2, 3, 8)
+        prefetch.Share(params, defaultdict(dict), num, ()).give("agent", product, 0).num_workers for num in (1, 2, 3, 8)
     ]
     assert numbers == [5, 2, 1, 1]
-
-
-def test_the_last_candidates_have_the_workers_of_those_that_are_done(
-    params: Params, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of three cores had nothing to do while the last candidate was evaluated."""
-    monkeypatch.setitem(params.products, "people", params.products["people"].use_workers(3))
-    plans = {f"evaluate@{name}": "run" for name in choose_candidates(params, ["people"])}
-    _, workshop = make_all(params, plans, num_jobs=3)
-    shares = [order.num_workers for order in sorted(workshop.orders, key=lambda order: list(plans).index(order.step))]
-    num_last = len(plans) % 3
-    assert num_last and shares == [1] * (len(plans) - num_last) + [3 // num_last] * num_last
-
-
-def test_gpus_of_candidates_that_are_done_are_not_given_again(params: Params) -> None:
-    """Four servers would share the one GPU that the last candidate may see."""
-    people = params.products["people"].use_workers(4)
-    order = prefetch.Share(params, defaultdict(dict), 4, ("0", "1", "2", "3")).give("people", people, 1, 1)
-    assert (order.num_workers, order.gpus) == (1, "1")
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "num_candidates", "at_once"),
-    [(1, 5, 1), (2, 35, 2), (4, 11, 4), (8, 11, 8), (16, 11, 8), (16, 5, 5), (16, 35, 16), (16, 1, 1), (2, 0, 1)],
-)
-def test_so_many_at_once_leave_few_workers_idle(num_workers: int, num_candidates: int, at_once: int) -> None:
-    assert jobs.choose_jobs(num_workers, num_candidates) == at_once
-
-
-@pytest.mark.parametrize(("may_be_fewer", "num_jobs"), [(True, 8), (False, 11)])
-def test_who_names_a_number_of_jobs_gets_it(params: Params, may_be_fewer: bool, num_jobs: int) -> None:
-    share = prefetch.Share(params, defaultdict(dict), 16, (), may_be_fewer=may_be_fewer)
-    assert share.fit(11).num_jobs == num_jobs
 
 
 @pytest.mark.parametrize(
@@ -333,7 +299,7 @@ def test_what_was_edited_since_it_began_is_not_kept(
 
     monkeypatch.setattr(prefetch, "_run_stage", make)
     watched = {"people": {"optimize": read_watched("optimize", "people")}}
-    order = replace(prefetch.Share(params, watched, 1, ()).give("people", people, 0, 1), stage="optimize")
+    order = replace(prefetch.Share(params, watched, 1, ()).give("people", people, 0), stage="optimize")
     if is_early:
         edits.pop()()
     with pytest.raises(EvidenceError, match="were edited meanwhile; run prefetch again"):

@@ -42,7 +42,7 @@ def test_a_thread_that_waits_ends_when_the_bridge_closes_and_asks_no_more() -> N
     asyncio.run(run())
 
 
-def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes() -> None:
     """Another eval failed: the journal is closed next, and lm-eval may be in the middle of a chunk."""
     asks, is_over = threading.Event(), threading.Event()
     no_context: Any = None
@@ -57,18 +57,17 @@ def test_an_eval_that_is_cancelled_leaves_no_thread_behind_that_writes(monkeypat
         return []
 
     async def run() -> None:
-        task = asyncio.create_task(harness._work_beside(no_context, work))
+        task = asyncio.create_task(harness._work_beside(harness._LIBRARY, no_context, work))
         await asyncio.to_thread(asks.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert is_over.is_set()
 
-    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_tasks_that_wait_for_their_turn_take_no_thread_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_wait_for_their_turn_take_no_thread_of_others() -> None:
     """Names of hosts are looked up in these threads: with tasks enough nobody asked anything any more."""
     at_work: list[int] = []
 
@@ -81,14 +80,15 @@ def test_tasks_that_wait_for_their_turn_take_no_thread_of_others(monkeypatch: py
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         numbers: Any = range(5)
-        assert await asyncio.gather(*(harness._work_beside(number, work) for number in numbers)) == [*numbers]
+        assert await asyncio.gather(*(harness._work_beside(harness._LIBRARY, number, work) for number in numbers)) == [
+            *numbers
+        ]
         assert at_work == [number for number in numbers for _ in range(2)], "one after the other"
 
-    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_task_that_is_cancelled_before_its_turn_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_is_cancelled_before_its_turn_never_begins() -> None:
     begun: list[str] = []
 
     def work(name: Any, bridge: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_task_that_is_cancelled_before_its_turn_never_begins(monkeypatch: pyte
         bridge.wait(asyncio.sleep(0.2))
 
     async def run() -> None:
-        first, second = (asyncio.create_task(harness._work_beside(name, work)) for name in names)
+        first, second = (asyncio.create_task(harness._work_beside(harness._LIBRARY, name, work)) for name in names)
         while not begun:
             await asyncio.sleep(0.01)
         second.cancel()
@@ -106,5 +106,4 @@ def test_a_task_that_is_cancelled_before_its_turn_never_begins(monkeypatch: pyte
         assert begun == ["first"]
 
     names: Any = ("first", "second")
-    monkeypatch.setattr(harness, "_make_model", lambda context, bridge: bridge)
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -472,25 +472,26 @@ def test_shards_that_are_asked_for_at_once_are_asked_side_by_side(
 
 def test_lm_eval_makes_the_requests_once_for_all_shards_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took a second of each shard."""
-    made, asked = [], []
+    made = []
 
     def run_task(context: Any, model: Any) -> list[Any]:
-        made.append(context.name)
-        assert model.loglikelihood(["one", "two"]) == [(0.0, False)] * 2 and model.generate_until(["three"]) == [""]
+        made.append((context.name, context.settings.num_fewshot))
+        assert model.loglikelihood(["one", "two"]) == [(0.0, False)] * 2
+        assert model.generate_until(["three"]) == [""] and model.loglikelihood_rolling([context.name]) == [0.0]
         return []
-
-    class Model:
-        def loglikelihood(self, requests: list[str]) -> None:
-            asked.append(requests)
-
-        generate_until = loglikelihood
 
     monkeypatch.setattr(harness, "_run_task", run_task)
     monkeypatch.setattr(harness, "_RECORDED", {})
-    settings = HarnessEval(kind="harness", task="t")
-    for context in (SimpleNamespace(name="e", settings=settings) for _ in range(3)):
-        harness._ask_shard(context, Model())  # type: ignore[arg-type]
-    assert made == ["e"] and asked == [["one", "two"], ["three"]] * 3
+    evals = [(name, HarnessEval(kind="harness", task="t", num_fewshot=n)) for name, n in (("e", 0), ("f", 0), ("e", 5))]
+    for name, settings in evals * 3:
+        context: Any = SimpleNamespace(name=name, settings=settings)
+        requests = harness._record_requests(context, None)  # type: ignore[arg-type]
+        assert requests == {
+            "loglikelihood": ["one", "two"],
+            "generate_until": ["three"],
+            "loglikelihood_rolling": [name],
+        }
+    assert made == [("e", 0), ("f", 0), ("e", 5)], "once each"
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
@@ -29,12 +30,11 @@ from pipeline.records.evaluations import CaseRecord
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
 
-    from pipeline.products.text.evals.endpoint_lm import EndpointLM
-
 T = TypeVar("T")
 ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
-# one task after another: lm-eval's seeds, caches and patches are those of the process. Those that wait take no thread
+# lm-eval's seeds, caches and patches are those of the process, so it works on one task after another
 _LIBRARY = ThreadPoolExecutor(1, "lm-eval")
+_SHARDS = ThreadPoolExecutor(thread_name_prefix="lm-eval-shard")  # no thread that the event loop's own work waits for
 _RECORDED: dict[tuple[str, str], dict[str, list[Any]]] = {}  # what lm-eval asks of a model, by eval and by kind
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 
@@ -59,9 +59,10 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     start = time.perf_counter()
     with explain_problems(context.name, "run", context.settings.task):
         if context.shard is not None:
-            await _work_beside(context, _ask_shard)
+            requests = await _work_beside(_LIBRARY, context, _record_requests)
+            await _work_beside(_SHARDS, context, partial(_ask, requests))
             return []
-        samples = await _work_beside(context, _run_task)
+        samples = await _work_beside(_LIBRARY, context, _judge)
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     records = _add_answers(context, samples, records)
@@ -74,10 +75,10 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     return records
 
 
-async def _work_beside(context: EvalContext, work: Callable[[EvalContext, EndpointLM], T]) -> T:
+async def _work_beside(pool: ThreadPoolExecutor, context: EvalContext, work: Callable[[EvalContext, Bridge], T]) -> T:
     """Work on a task in a thread; where that is cancelled, the thread has ended too: it writes to the journal."""
     bridge = Bridge()
-    running = _LIBRARY.submit(lambda: work(context, _make_model(context, bridge)))
+    running = pool.submit(work, context, bridge)
     answer = asyncio.wrap_future(running)
     try:
         return await asyncio.shield(answer)
@@ -88,14 +89,8 @@ async def _work_beside(context: EvalContext, work: Callable[[EvalContext, Endpoi
         raise
 
 
-def _make_model(context: EvalContext, bridge: Bridge) -> EndpointLM:
-    from pipeline.products.text.evals.endpoint_lm import EndpointLM
-
-    return EndpointLM(context, bridge)
-
-
-def _ask_shard(context: EvalContext, model: EndpointLM) -> None:
-    """Have the journal hold the answers of a shard; lm-eval makes the requests of all once, for all shards here."""
+def _record_requests(context: EvalContext, _bridge: Bridge) -> dict[str, list[Any]]:
+    """Return the requests of a task by kind. They are the same for all shards: lm-eval makes them for the first one."""
     from pipeline.products.text.evals.endpoint_lm import Recorder
 
     key = (context.name, context.settings.model_dump_json())
@@ -103,8 +98,23 @@ def _ask_shard(context: EvalContext, model: EndpointLM) -> None:
         recorder = Recorder()
         _run_task(context, recorder)
         _RECORDED[key] = recorder.requests
-    for kind, requests in _RECORDED[key].items():
-        getattr(model, kind)(requests)
+    return _RECORDED[key]
+
+
+def _ask(requests: Mapping[str, list[Any]], context: EvalContext, bridge: Bridge) -> None:
+    """Have the journal hold the answers of a shard."""
+    from pipeline.products.text.evals.endpoint_lm import EndpointLM
+
+    model = EndpointLM(context, bridge)
+    for kind, some in requests.items():
+        getattr(model, kind)(some)
+
+
+def _judge(context: EvalContext, bridge: Bridge) -> list[dict[str, Any]]:
+    """Return the samples of a task, as lm-eval judged them."""
+    from pipeline.products.text.evals.endpoint_lm import EndpointLM
+
+    return _run_task(context, EndpointLM(context, bridge))
 
 
 def _run_task(context: EvalContext, model: LM) -> list[dict[str, Any]]:
