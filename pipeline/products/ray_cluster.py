@@ -37,7 +37,7 @@ from pipeline.running.shards import Attempt, Shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
-SHARDS_A_WORKER = 2  # for each that it evaluates at once: a slow one takes fewer
+SHARDS_A_WORKER = 2  # times as many as it evaluates at once: a slow one takes fewer
 MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
@@ -50,7 +50,7 @@ class _Worker:
     actor: Any
     host: str = ""
     sees_root: bool = False  # the driver's folder
-    num_running: int = 0  # shards
+    shards: set[Shard] = field(default_factory=set)  # that it evaluates
     is_lost: bool = False  # it failed or died
     num_entries: int = 0  # that came from it
     known: dict[str, int] = field(default_factory=dict)  # bytes that came of each file
@@ -73,6 +73,7 @@ class _Run:
     waiting: deque[Shard]
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
+    alone: set[Shard] = field(default_factory=set)  # a replica that had them failed: one more time would tell which
     num_dead: int = 0
     num_failed_starts: int = 0  # in a row
     start: float = field(default_factory=time.monotonic)
@@ -247,8 +248,6 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
     ready: list[_Worker] = []
     progress = Progress(run.order.candidate, total=run.count, kept=run.count - len(run.waiting), unit="shards")
     while run.waiting or running or not ready:
-        if not starting and not ready:
-            raise EngineError(f"{run.order.candidate}: expected a replica that works, all {run.num_dead} have died")
         done, _ = ray.wait([*starting, *running], timeout=_POLL_S) if starting or running else ([], [])
         for reference in done:
             if reference in running:
@@ -262,24 +261,23 @@ def _run_shards(ray: Any, run: _Run, workers: list[_Worker], project: _Project) 
             else:  # it said where it is, and does not know yet what to do
                 starting[_begin(worker, run.order, project, result)] = worker
         ready = [worker for worker in ready if not worker.is_lost]
-        _replace_lost(ray, run, starting, ready, project)
-        _assign(run, ready, running)
+        _assign(run, ready, running, num_starting=len(starting))
+        for _ in range(_count_missing(ray, run, len(starting) + len(ready), len(ready))):
+            worker = _start(ray, run)
+            starting[worker.actor.look.remote(project.root, project.token)] = worker
         for worker in ready:
-            if worker.num_running:
+            if worker.shards:
                 _take_new(ray, run, worker)
         progress.reach(run.count - len(run.waiting) - len(running), note=_format_replicas(run, ready))
     return sorted(ready, key=lambda worker: not worker.known)
 
 
-def _replace_lost(
-    ray: Any, run: _Run, starting: dict[Any, _Worker], ready: Sequence[_Worker], project: _Project
-) -> None:
-    """Start a replica for each that was lost, while there is something for it to do."""
-    useful = max(1, len(ready) + len(run.waiting))
-    wanted = min(run.execution.count_workers(ray.cluster_resources()), useful)
-    for _ in range(wanted - len(starting) - len(ready)):
-        worker = _start(ray, run)
-        starting[worker.actor.look.remote(project.root, project.token)] = worker
+def _count_missing(ray: Any, run: _Run, num_workers: int, num_ready: int) -> int:
+    """Return how many replicas to start: for those that were lost, or where a cluster has grown, if it has work."""
+    useful = max(1, num_ready + len(run.waiting))
+    if useful <= num_workers:
+        return 0
+    return max(0, min(run.execution.count_workers(ray.cluster_resources()), useful) - num_workers)
 
 
 def _ask_start(ray: Any, run: _Run, worker: _Worker, reference: Any) -> Any:
@@ -304,17 +302,17 @@ def _finish_shard(ray: Any, run: _Run, worker: _Worker, shard: Shard, reference:
     Raises:
         EngineError: it failed too often.
     """
-    worker.num_running -= 1
     was_lost = worker.is_lost
     try:
         ray.get(reference)
-        _take_rest(ray, run, worker)
+        _take_rest(ray, run, worker, shard)
         run.num_failed_starts = 0
+        worker.shards.discard(shard)
         return
     except ray.exceptions.RayError as error:
         problem = None if was_lost else _lose(ray, run, worker, error)
     run.waiting.appendleft(shard)
-    if problem is None:  # the fault of the one before
+    if problem is None:  # the other one failed, as far as one can tell
         return
     run.failures[shard] += 1
     run.avoided.setdefault(shard, set()).add(worker.host)
@@ -331,24 +329,35 @@ def _lose(ray: Any, run: _Run, worker: _Worker, error: Any) -> EngineError:
     run.num_dead += not _is_own(ray, error)
     problem = _explain(ray, worker, error)
     worker.is_lost = True
+    run.alone |= worker.shards
     ray.kill(worker.actor)
     return problem
 
 
-def _assign(run: _Run, ready: Sequence[_Worker], running: dict[Any, tuple[_Worker, Shard]]) -> None:
-    """Give waiting shards to replicas that are free: not to a host on which one failed, while there are others."""
+def _assign(
+    run: _Run, ready: Sequence[_Worker], running: dict[Any, tuple[_Worker, Shard]], *, num_starting: int
+) -> None:
+    """Give waiting shards to replicas that are free: not to a host on which one failed, while there are others.
+
+    Each gets one before any gets another, also those that still start.
+    """
     hosts = {worker.host for worker in ready}
-    for number in range(run.at_once):  # each gets one before any gets another
+    for number in range(run.at_once):
         for worker in ready:
-            if worker.num_running > number:
+            if (
+                len(worker.shards) > number
+                or worker.shards & run.alone
+                or (number and len(run.waiting) <= num_starting)
+            ):
                 continue
-            shard = next((s for s in run.waiting if worker.host not in run.avoided.get(s, set())), None)
+            able = [shard for shard in run.waiting if not number or shard not in run.alone]
+            shard = next((s for s in able if worker.host not in run.avoided.get(s, set())), None)
             if shard is None:
-                shard = next((s for s in run.waiting if hosts <= run.avoided.get(s, set())), None)
+                shard = next((s for s in able if hosts <= run.avoided.get(s, set())), None)
             if shard is None:
                 continue
             run.waiting.remove(shard)
-            worker.num_running += 1
+            worker.shards.add(shard)
             earlier = _read_earlier(run.folder / shard.folder)
             running[worker.actor.run.remote(shard.number, shard.count, earlier)] = (worker, shard)
 
@@ -364,15 +373,18 @@ def _take_new(ray: Any, run: _Run, worker: _Worker) -> None:
         worker.asked = worker.actor.read_new.remote(dict(worker.known))
 
 
-def _take_rest(ray: Any, run: _Run, worker: _Worker) -> None:
-    """Take over all that a replica has written of a shard that it finished."""
+def _take_rest(ray: Any, run: _Run, worker: _Worker, shard: Shard) -> None:
+    """Take over all that a replica has written of a shard that it finished; beside it, it may go on to write others."""
     worker.asked = None
-    while _write_new(run, worker, ray.get(worker.actor.read_new.remote(dict(worker.known)))):
-        pass
+    has_more = True
+    while has_more:
+        new = ray.get(worker.actor.read_new.remote(dict(worker.known)))
+        _write_new(run, worker, new)
+        has_more = any(name.startswith(f"{shard.folder}/") and name.endswith(".jsonl") for name, _, _ in new)
 
 
-def _write_new(run: _Run, worker: _Worker, new: Sequence[tuple[str, int, bytes]]) -> bool:
-    """Write to the driver's own files what came; return whether entries were among it."""
+def _write_new(run: _Run, worker: _Worker, new: Sequence[tuple[str, int, bytes]]) -> None:
+    """Write to the driver's own files what came."""
     for name, offset, data in new:
         path = run.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -384,7 +396,6 @@ def _write_new(run: _Run, worker: _Worker, new: Sequence[tuple[str, int, bytes]]
             file.write(data)
         worker.num_entries += data.count(b"\n")
         worker.known[name] = offset + len(data)
-    return any(name.endswith(".jsonl") for name, _, _ in new)
 
 
 def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:

@@ -66,8 +66,9 @@ class Replica:
         self._build = self._scratch / "build"
         self._stack = contextlib.ExitStack()
         self._open: Any = None  # what the candidate's kind opened
-        self._lock = threading.Lock()
+        self._opening, self._counting = threading.Lock(), threading.Lock()
         self._num_running = 0
+        self._unopened: Exception | None = None  # why it could not be opened
 
     def look(self, root: str, token: str) -> tuple[str, bool]:
         """Return the host's name, and whether it sees the driver's folder, in which a file of this name lies."""
@@ -121,10 +122,20 @@ class Replica:
             home.mkdir(parents=True, exist_ok=True)
             (home / f"{name}.jsonl").write_bytes(entries)
         with self._name_driver_folder(), self._close_with_failure():
-            with self._lock:
-                if self._open is None:
+            return int(self._find_open().run(shard))
+
+    def _find_open(self) -> Any:
+        """Return what the candidate's kind opened, and have it opened first by whoever comes first."""
+        with self._opening:
+            if self._unopened is not None:
+                raise self._unopened
+            if self._open is None:
+                try:
                     self._open = self._stack.enter_context(self._do("open_replica"))
-            return int(self._open.run(shard))
+                except Exception as error:
+                    self._unopened = error
+                    raise
+            return self._open
 
     def read_new(self, known: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
         """Return what attempts hold beyond what the driver has: path in the shards' folder, offset, bytes.
@@ -200,17 +211,19 @@ class Replica:
 
         What else is at work here goes on, until whoever hears of the error ends this process.
         """
-        with self._lock:
+        with self._counting:
             self._num_running += 1
         try:
             yield
         except Exception as error:
-            if self._num_running == 1:
-                opened, self._stack, self._open = self._stack, contextlib.ExitStack(), None
-                opened.__exit__(type(error), error, error.__traceback__)
+            opened = contextlib.ExitStack()
+            with self._counting:
+                if self._num_running == 1:
+                    opened, self._stack, self._open = self._stack, opened, None
+            opened.__exit__(type(error), error, error.__traceback__)
             raise
         finally:
-            with self._lock:
+            with self._counting:
                 self._num_running -= 1
 
     def _do(self, method: str) -> Any:

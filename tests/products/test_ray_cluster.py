@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +199,50 @@ def test_what_is_beside_a_shard_that_fails_is_evaluated_elsewhere_and_is_not_to_
     run, files = run_all(tmp_path, actors, 4, monkeypatch, at_once=2)
     assert ended == [1] and {name.split("/")[0] for name in files} >= {f"{n}-of-4" for n in (1, 2, 3, 4)}
     assert run.failures == {Shard(1, 4): 1} and run.num_dead == (end is RayActorError)
+
+
+def test_the_shard_that_kills_its_process_is_found_and_no_other_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both that were there end with the process, and the innocent one was heard of first, time after time."""
+    pending: list[tuple[str, int]] = []
+    wait = PlayedRay.wait
+
+    def note(ray: PlayedRay, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        shards = [reference for reference in references if reference.call == reference.actor._run]
+        pending[:] = [(reference.actor.host, reference.given[0]) for reference in shards]
+        return wait(ray, references, timeout)
+
+    def die_beside_two(host: str, _number: int) -> None:
+        if (host, 2) in pending:
+            raise RayActorError
+
+    monkeypatch.setattr(PlayedRay, "wait", note)
+    actors = [PlayedActor(host, die_beside_two) for host in ("a", "b")]
+    with pytest.raises(EngineError, match=rf"^model: shard 2/4 failed {MAX_FAILURES} times"):
+        run_shards(tmp_path, actors, 4, monkeypatch, at_once=2)
+    assert len(list((tmp_path / "shards/model").glob("*-of-4/*/calls.jsonl"))) >= 1
+
+
+def test_shards_are_kept_for_replicas_that_still_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one took two, and more were started than there was work for."""
+    actors = [PlayedActor(host, works) for host in ("a", "b")]
+    _, workers = run_shards(tmp_path, actors, 2, monkeypatch, at_once=2)
+    assert [len(actor.earlier) for actor in actors] == [1, 1]
+    assert [worker.host for worker in workers] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("num_starting", "num_ready", "num_waiting", "num_missing"),
+    [(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 3, 1), (0, 2, 3, 3), (0, 2, 20, 6), (0, 2, 0, 0)],
+)
+def test_no_more_replicas_are_started_than_have_work_and_room(
+    tmp_path: Path, num_starting: int, num_ready: int, num_waiting: int, num_missing: int
+) -> None:
+    """There is room for eight."""
+    waiting = deque(Shard(number, 20) for number in range(1, num_waiting + 1))
+    run = _Run(RayExecution(kind="ray"), Order("model", tmp_path.as_posix(), {}), 2, 20, waiting)
+    assert ray_cluster._count_missing(PlayedRay(), run, num_starting + num_ready, num_ready) == num_missing
 
 
 def test_one_that_ran_a_shard_ends_the_run_and_no_idle_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +481,64 @@ def test_a_process_that_dies_in_a_replica_is_its_kinds_own_line_and_the_next_sha
     with pytest.raises(EngineError, match=r"^shots: a process that draws died$"):
         replica.run(1, 2, {})
     assert replica.run(2, 2, {}) == 7 and starts == [0, 1]
+
+
+def make_replica(folder: Path, open_it: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Replica:
+    """Return a replica that opens what it is told to."""
+    replica = Replica()
+    replica._order, replica._build = Order("model", "build/p", {}), folder
+    monkeypatch.setattr(replica, "_do", lambda method: open_it())
+    return replica
+
+
+def test_a_replica_that_can_t_open_a_candidate_tries_it_once_for_all_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server was started, and waited for as long again, before the driver heard of the first."""
+    opened: list[int] = []
+
+    def fail() -> Any:
+        opened.append(1)
+        threading.Event().wait(0.2)
+        raise EngineError("server server-0: not ready after 120 s")
+
+    replica = make_replica(tmp_path, fail, monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(replica.run, number, 2, {}) for number in (1, 2)]
+        assert [str(end.exception()) for end in ends] == ["server server-0: not ready after 120 s"] * 2
+    assert opened == [1]
+
+
+def test_a_shard_that_fails_closes_nothing_under_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    has_failed = threading.Event()
+
+    @contextlib.contextmanager
+    def open_it() -> Iterator[Any]:
+        try:
+            yield SimpleNamespace(run=run)
+        finally:
+            events.append("closed")
+
+    def run(shard: Shard) -> int:
+        if shard.number == 1:
+            raise EvidenceError("a case could not be judged")
+        assert has_failed.wait(20)
+        events.append("done")
+        return 1
+
+    replica = make_replica(tmp_path, open_it, monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(replica.run, 2, 2, {})
+        while replica._open is None:
+            time.sleep(0.01)
+        with pytest.raises(EvidenceError, match="a case could not be judged"):
+            replica.run(1, 2, {})
+        has_failed.set()
+        assert beside.result() == 1
+    assert events == ["done"]
 
 
 def test_a_replica_hands_on_its_part_and_what_others_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
