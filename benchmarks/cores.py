@@ -2,9 +2,10 @@
 
     python -m benchmarks.cores [1 2 4 8 16]
 
-No program gains more by that many processes. Virtual cores often share a core's units, and all of them its clock and
-its memory. Each process has a core of its own, and does what decoding a small language model on a CPU is made of:
-products of small matrices, and keys gathered for attention. Prints a row of Markdown a number of processes.
+Processes that evaluate gain no more by them. Virtual cores share a core's units, and all of them a clock and a memory.
+Each process is bound to a core, and does what decoding a small language model on a CPU is made of: products of small
+matrices, and keys gathered for attention. Prints a row of Markdown for each number of processes. The first that are
+done leave the others alone, so the figure is a little too high.
 """
 
 from __future__ import annotations

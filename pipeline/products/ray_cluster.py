@@ -75,6 +75,7 @@ class _Run:
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
     alone: set[Shard] = field(default_factory=set)  # a replica that had them failed: one more time would tell which
     num_dead: int = 0
+    num_retries: int = 0  # shards given out again
     num_failed_starts: int = 0  # in a row
     start: float = field(default_factory=time.monotonic)
 
@@ -312,7 +313,9 @@ def _finish_shard(ray: Any, run: _Run, worker: _Worker, shard: Shard, reference:
     except ray.exceptions.RayError as error:
         problem = None if was_lost else _lose(ray, run, worker, error)
     run.waiting.appendleft(shard)
+    run.num_retries += 1
     if problem is None:  # the other one failed, as far as one can tell
+        print(f"  shard {shard}: was evaluated beside it; given to another replica too", file=sys.stderr, flush=True)
         return
     run.failures[shard] += 1
     run.avoided.setdefault(shard, set()).add(worker.host)
@@ -402,7 +405,7 @@ def _format_replicas(run: _Run, workers: Sequence[_Worker]) -> str:
     """Return how many entries a second each replica writes, and how many replicas died."""
     seconds = time.monotonic() - run.start
     rates = ", ".join(f"{worker.host} {worker.num_entries / seconds:.1f}/s" for worker in workers)
-    lost = f", {run.num_dead} dead, {run.failures.total()} retries" if run.num_dead or run.failures else ""
+    lost = f", {run.num_dead} dead, {run.num_retries} retries" if run.num_dead or run.num_retries else ""
     return f"{len(workers)} replica{'s' * (len(workers) > 1)} ({rates}){lost}"
 
 

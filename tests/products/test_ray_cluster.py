@@ -186,7 +186,7 @@ def test_a_replica_has_as_many_shards_at_once_as_its_kind_says(tmp_path: Path, m
 
 @pytest.mark.parametrize("end", [RayActorError, EngineError])
 def test_what_is_beside_a_shard_that_fails_is_evaluated_elsewhere_and_is_not_to_blame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[Exception]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: type[Exception]
 ) -> None:
     ended: list[int] = []
 
@@ -198,7 +198,9 @@ def test_what_is_beside_a_shard_that_fails_is_evaluated_elsewhere_and_is_not_to_
     actors = [PlayedActor("a", fail_once), PlayedActor("b", fail_once)]
     run, files = run_all(tmp_path, actors, 4, monkeypatch, at_once=2)
     assert ended == [1] and {name.split("/")[0] for name in files} >= {f"{n}-of-4" for n in (1, 2, 3, 4)}
-    assert run.failures == {Shard(1, 4): 1} and run.num_dead == (end is RayActorError)
+    assert run.failures == {Shard(1, 4): 1} and run.num_dead == (end is RayActorError) and run.num_retries == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  shard ")]
+    assert len(said) == 2 and said[0].startswith("  shard 1/4: a: ") and "beside it; given to another" in said[1]
 
 
 def test_the_shard_that_kills_its_process_is_found_and_no_other_ends_the_run(

@@ -494,6 +494,21 @@ def test_lm_eval_makes_the_requests_once_for_all_shards_of_a_replica(monkeypatch
     assert made == [("e", 0), ("f", 0), ("e", 5)], "once each"
 
 
+def test_the_requests_of_a_shard_are_those_that_lm_eval_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, in its order: who shares a request may change a last bit."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(harness, "_RECORDED", {})
+    settings = HarnessEval(kind="harness", task="choices", include_path="evalsets/choices")
+    context: Any = SimpleNamespace(name="choices", settings=settings)
+    requests = harness._record_requests(context, None)  # type: ignore[arg-type]
+    with Path("evalsets/choices/cases.jsonl").open() as file:
+        cases = [json.loads(line) for line in file]
+    expected = [(case["question"], choice) for case in cases for choice in case["choices"]]
+    assert list(requests) == ["loglikelihood"]
+    asked = [(context, answer.strip()) for context, answer in (request.args for request in requests["loglikelihood"])]
+    assert asked == expected
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_the_endpoint_of_the_shards_makes_the_evaluation(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, is_traced: bool
