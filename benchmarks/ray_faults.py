@@ -32,6 +32,7 @@ from pipeline.settings.base import Product
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600
+MEMORY = {"object_store_memory": 100 << 20}  # of a node
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "mlartifacts", "mlflow.db", "reports", "release", "shards", "journal"
 )
@@ -58,12 +59,21 @@ class Trial:
     @contextlib.contextmanager
     def start_cluster(self, **node: Any) -> Iterator[None]:
         """Start the head without a core, and the nodes; `node` is given to the last of them."""
+        with self._start_head(num_cpus=0):
+            for number in range(1, self.num_nodes + 1):
+                options = node if number == self.num_nodes else {}
+                self.nodes.append(self.cluster.add_node(num_cpus=1, **MEMORY, **options))
+            yield
+
+    def start_node(self) -> contextlib.AbstractContextManager[None]:
+        """Start a cluster of one node that has all cores, as `ray start --head` makes it."""
+        return self._start_head(num_cpus=self.num_nodes)
+
+    @contextlib.contextmanager
+    def _start_head(self, num_cpus: int) -> Iterator[None]:
         from ray.cluster_utils import Cluster
 
-        memory = {"object_store_memory": 100 << 20}
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
-        for number in range(1, self.num_nodes + 1):
-            self.nodes.append(self.cluster.add_node(num_cpus=1, **memory, **(node if number == self.num_nodes else {})))
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus, **MEMORY})
         self.set_execution(f"{{kind: ray, address: '{self.cluster.address}', num_workers: {self.num_nodes}}}")
         try:
             yield

@@ -6,9 +6,8 @@ Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is bu
 copies of it the candidate is evaluated anew by workers of this machine, and by as many replicas on a cluster of this
 machine alone, as `ray start --head` makes it; in turns, so that a busy machine is busy for both. Prints a row of
 Markdown a round: the seconds of the stage, and whether the records are equal without latencies. The cluster is started
-before.
-`--workflows` draws so many for the copies, instead of those that ship: a longer run tells what Ray costs once from what
-each shard costs.
+before. `--workflows` draws so many for the copies, instead of those that ship: a longer run tells what Ray costs once
+from what each shard costs.
 """
 
 from __future__ import annotations
@@ -40,16 +39,8 @@ def run_here(trial: Trial) -> float:
 
 def run_on_ray(trial: Trial) -> float:
     """Evaluate by replicas; return seconds."""
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": trial.num_nodes, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    trial.set_execution(f"{{kind: ray, address: '{cluster.address}', num_workers: {trial.num_nodes}}}")
-    try:
+    with trial.start_node():
         return time_stage(trial)
-    finally:
-        trial.end_driver()
-        cluster.shutdown()
 
 
 def draw_workflows(folder: Path, num: int) -> None:

@@ -73,7 +73,7 @@ class _Run:
     waiting: deque[Shard]
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
-    alone: set[Shard] = field(default_factory=set)  # a replica that had them failed: one more time would tell which
+    alone: set[Shard] = field(default_factory=set)  # not given out beside others: a replica that had them failed
     num_dead: int = 0
     num_retries: int = 0  # shards given out again
     num_failed_starts: int = 0  # in a row
