@@ -23,7 +23,8 @@ import pytest
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
-from pipeline.products.ray_cluster import MAX_FAILURES, _finish, _prepare, _Run, _run_shards, _Worker
+from pipeline.products.ray_cluster import MAX_FAILURES, _finish, _prepare, _Run, _run_shards
+from pipeline.products.ray_replica import RemoteReplica
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
 from pipeline.running.progress_view import View
 from pipeline.running.shards import Shard
@@ -140,16 +141,16 @@ class PlayedRay:
 
 def run_shards(
     folder: Path, actors: list[PlayedActor], num_shards: int, monkeypatch: pytest.MonkeyPatch, *, at_once: int = 1
-) -> tuple[_Run, list[_Worker]]:
+) -> tuple[_Run, list[RemoteReplica]]:
     """Evaluate; return where it stands at the end, and the replicas that still work."""
     execution = RayExecution(kind="ray", num_workers=len(actors))
     shards = deque(Shard(number, num_shards) for number in range(1, num_shards + 1))
-    run = _Run(execution, Order("model", folder.as_posix(), {}), at_once, num_shards, shards)
+    run = _Run(PlayedRay(), execution, Order("model", folder.as_posix(), {}), at_once, num_shards, shards)
     spare = iter([PlayedActor(f"spare-{i}", actors[0]._plan) for i in range(20)])
-    monkeypatch.setattr(ray_cluster, "_start", lambda *_: _Worker(next(spare)))
+    monkeypatch.setattr(ray_cluster, "start_replica", lambda *_: RemoteReplica(PlayedRay(), next(spare)))
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
     project: Any = SimpleNamespace(root="/", token="t")
-    return run, _run_shards(PlayedRay(), run, [_Worker(actor) for actor in actors], project)
+    return run, _run_shards(run, [RemoteReplica(PlayedRay(), actor) for actor in actors], project)
 
 
 def run_all(
@@ -243,8 +244,8 @@ def test_no_more_replicas_are_started_than_have_work_and_room(
 ) -> None:
     """There is room for eight."""
     waiting = deque(Shard(number, 20) for number in range(1, num_waiting + 1))
-    run = _Run(RayExecution(kind="ray"), Order("model", tmp_path.as_posix(), {}), 2, 20, waiting)
-    assert ray_cluster._count_missing(PlayedRay(), run, num_starting + num_ready, num_ready) == num_missing
+    run = _Run(PlayedRay(), RayExecution(kind="ray"), Order("model", tmp_path.as_posix(), {}), 2, 20, waiting)
+    assert ray_cluster._count_missing(run, num_starting + num_ready, num_ready) == num_missing
 
 
 def test_one_that_ran_a_shard_ends_the_run_and_no_idle_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,13 +320,15 @@ def test_where_no_replica_can_start_there_is_one_line(
         run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 3, monkeypatch)
 
 
-def play_prepare(*plans: Callable[[str, int], Any], idle: int = 0) -> tuple[list[bytes], list[_Worker]]:
+def play_prepare(*plans: Callable[[str, int], Any], idle: int = 0) -> tuple[list[bytes], list[RemoteReplica]]:
     """Have replicas that ran a shard prepare, each by its plan, and some that ran none."""
     workers = [
-        _Worker(PlayedActor(f"host-{i}", plan), host=f"host-{i}", known={"x": 0}) for i, plan in enumerate(plans)
+        RemoteReplica(PlayedRay(), PlayedActor(f"host-{i}", plan), host=f"host-{i}", known={"x": 0})
+        for i, plan in enumerate(plans)
     ]
-    workers += [_Worker(PlayedActor("idle", works), host="idle") for _ in range(idle)]
-    return _prepare(PlayedRay(), workers), workers
+    workers += [RemoteReplica(PlayedRay(), PlayedActor("idle", works), host="idle") for _ in range(idle)]
+    run: Any = SimpleNamespace(ray=PlayedRay())
+    return _prepare(run, workers), workers
 
 
 def name_part(_host: str, number: int) -> bytes:
@@ -363,7 +366,7 @@ def test_one_finishes_with_what_all_prepared_and_the_others_end(
     actors = [PlayedActor(host, prepare) for host in ("a", "b")] + [PlayedActor("idle", works)]
     run, workers = run_shards(tmp_path, actors, 2, monkeypatch)
     project: Any = SimpleNamespace(server=None)
-    _finish(PlayedRay(), run, workers, project)
+    _finish(run, workers, project)
     assert [actor.finished for actor in actors] == [[b"-1", b"-2"], None, None]
     assert [actor.is_alive for actor in actors] == [True, False, False]
     assert (tmp_path / "evaluations/model/evaluation.json").read_bytes() == b"{}" and not run.folder.exists()
