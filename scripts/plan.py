@@ -5,7 +5,7 @@ them expected to flip (as in the last judgement, assumed before there is one), t
 for a candidate without a loss four times in five, the cases that the tolerance asked for would need, and the minutes
 that the eval takes for one candidate (`pipeline/gate/plan.py`). Then a row for each candidate of a kind that can say
 its cost: minutes, memory and disk, from the headers of its weights alone (`pipeline/products/text/costs.py`). Exits 1
-where a tolerance can't be proven by any candidate.
+where a tolerance that must be proven can't be by any candidate.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     impossible, machine = [], read_machine()
     for name, product in products.items():
         with use_metrics(product.metrics):
-            rows = plan_product(product, load_evalsets(product, Path()), Path())
-            impossible += list_impossible(rows)
+            rows = plan_product(product, load_evalsets(product, Path(), with_tasks=True), Path())
+            impossible += list_impossible([row for row in rows if row.is_needed])
             print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
         try:
             if costs := KINDS[product.kind].render_costs(product, Path(), machine, build=product.build):

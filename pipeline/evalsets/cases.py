@@ -120,6 +120,14 @@ class ChoiceCase(Case):
     choices: tuple[str, ...] = Field(min_length=2)
     answer: int = Field(ge=0)
 
+    @field_validator("choices")
+    @classmethod
+    def _are_different(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse two of a text: which of them is the answer follows from their order alone."""
+        if twice := next((text for i, text in enumerate(choices) if text in choices[:i]), None):
+            raise PydanticCustomError("choices", "expected different texts, got {text} twice", {"text": repr(twice)})
+        return choices
+
     @field_validator("answer")
     @classmethod
     def _is_a_choice(cls, answer: int, info: ValidationInfo) -> int:
@@ -263,7 +271,8 @@ def _read_case(where: str, line: str, kind: type[Case]) -> Case:
     try:
         return kind.model_validate(json.loads(line))
     except json.JSONDecodeError as error:
-        raise EvalsetError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+        said = f"{error.msg} at column {error.colno}"
+        raise EvalsetError(f"{where}: expected a line of JSON for each case, got another text ({said})") from None
     except ValidationError as error:
         raise EvalsetError(f"{where}: {first_problem(error)}") from None
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand levels

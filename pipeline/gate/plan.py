@@ -90,7 +90,8 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
 
     Args:
         product: settings.
-        suites: sizes by eval and bucket; an eval whose cases only its runner knows is not there.
+        suites: sizes by eval and bucket; one that is not there is taken from the last judgement, and never called
+            too small.
         last: the last judgement, from which flips and times are taken.
     """
     rows = []
@@ -100,11 +101,13 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
                 size = suites.get(eval_name, {}).get(bucket)
+                is_known = size is not None
                 if size is None and seen is not None:
                     size = SuiteSize(seen.n, seen.effective_clusters)
                 row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
-                rows.append(replace(row, is_needed=must))
+                # the last run may have had fewer cases than there are now
+                rows.append(replace(row, is_needed=must, problem=row.problem if is_known else ""))
     return rows
 
 

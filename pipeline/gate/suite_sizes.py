@@ -7,19 +7,25 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.gate.clusters import hiding_clusters
 from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, plan_gate, read_last
 from pipeline.settings.base import Product
 
 
-def load_evalsets(product: Product, root: Path) -> dict[str, Evalset]:
-    """Return the cases of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
-    return {
-        name: load_evalset(root / settings.evalset)
-        for name, settings in product.evals.items()
-        if hasattr(settings, "evalset")
-    }
+def load_evalsets(product: Product, root: Path, *, with_tasks: bool = False) -> dict[str, Evalset]:
+    """Return the cases of each eval whose cases are an evalset.
+
+    Args:
+        product: settings.
+        root: of the project.
+        with_tasks: those of lm-eval's tasks that have a card, too, which lm-eval itself may read otherwise.
+    """
+    folders = {name: getattr(settings, "evalset", None) for name, settings in product.evals.items()}
+    if with_tasks:
+        tasks = {name: getattr(settings, "include_path", None) for name, settings in product.evals.items()}
+        folders |= {name: folder for name, folder in tasks.items() if folder and (root / folder / CARD_FILE).is_file()}
+    return {name: load_evalset(root / folder) for name, folder in folders.items() if folder}
 
 
 def plan_product(product: Product, evalsets: Mapping[str, Evalset], root: Path) -> list[PlanRow]:

@@ -17,6 +17,7 @@ Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import networkx
 from dvc.dependency import ParamsDependency
+from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
@@ -40,6 +42,7 @@ T = TypeVar("T")
 Entry = Mapping[str, Any]  # of a stage, in dvc.lock
 Plan = Literal["skip", "restore", "run"]  # restore: from DVC's cache
 _STAGES, _LOCK = "dvc.yaml", "dvc.lock"
+_RWLOCK = Path(".dvc/tmp/rwlock")
 
 
 def find_stale(root: Path, *, runs_here: Collection[str]) -> dict[str, list[str]]:
@@ -180,6 +183,11 @@ def _silence() -> None:
 def _explain(root: Path, question: Callable[[], T]) -> T:
     try:
         return question()
+    except LockError:
+        at_work = _name_workers(root / _RWLOCK)
+        raise EvidenceError(
+            f"{root / _STAGES}: expected no other DVC at work on its stages, found one{at_work}; wait for it or end it"
+        ) from None
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         _check_merged(root / _LOCK)
         message = " ".join(str(error).split())
@@ -187,6 +195,17 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
             f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
             f"{type(error).__name__}: {message}; run `dvc status`"
         ) from error
+
+
+def _name_workers(path: Path) -> str:
+    """Name the processes that DVC's list of readers and writers has; nothing where it can't be read."""
+    try:
+        lists = json.loads(path.read_text(encoding="utf-8"))
+        held = [*lists["write"].values(), *sum(lists["read"].values(), [])]
+        pids = sorted({int(one["pid"]) for one in held})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f" (process {', '.join(map(str, pids))})" if pids else ""
 
 
 def _check_merged(lock: Path) -> None:

@@ -172,6 +172,7 @@ def without(key: str, case: dict[str, Any]) -> dict[str, Any]:
         ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: expected 1 or more entries"),
         ("tool_calls", TOOL_CALLS[0] | {"messages": [{"role": "boss", "content": ""}]}, "messages.0.role: "),
         ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: expected 2 or more entries"),
+        ("choices", CHOICES[0] | {"choices": ["2", "4", "2"]}, "choices: expected different texts, got '2' twice"),
         ("choices", CHOICES[0] | {"answer": 2}, "answer: expected the index of one of the 2 choices, counted "),
         ("choices", CHOICES[0] | {"answer": -1}, "answer: expected 0 or more"),
         ("trajectories", TRAJECTORIES[0] | {"state": {"sent": float("nan")}}, "a value that JSON in UTF-8 can't hold"),
@@ -188,7 +189,7 @@ def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, kind: str, case: 
 @pytest.mark.parametrize("line", ["{'id': 1}", '{"id": "d1"', "text"])
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: str) -> None:
     folder = write(tmp_path / "e", cases=json.dumps(DOCUMENTS[0]) + "\n" + line + "\n")
-    assert refusal(folder).startswith("cases.jsonl:2: not JSON (")
+    assert refusal(folder).startswith("cases.jsonl:2: expected a line of JSON for each case, got another text (")
 
 
 def test_a_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_what_need_not_be_proven_is_a_warning(change: dict[str, Any]) -> None:
     assert len(check_plan(params, plan_gate(params, {"workflows": {None: SuiteSize(60, 60.0)}}, None))) == 1
 
 
+def test_cases_of_the_last_run_stop_nothing_as_there_may_be_more_by_now(tmp_path: Path) -> None:
+    """After a run of 32 example questions a tolerance that 200 of one's own would prove was refused before any work."""
+    write_tree(tmp_path / "build", {"a": Behaviour()}, num_cases=32)
+    params = make_params(["a"], ["a"], tolerances=TOLERANCES, on_inconclusive="block")
+    last = compare_release(make_params(["a"], ["a"]), tmp_path / "build").judgement
+    rows = plan_gate(params, {}, last)
+    assert [row.n for row in rows] == [32, 32]
+    assert check_plan(params, rows) == [] and "impossible" not in render_plan(rows)
+    with pytest.raises(SettingsError, match="32 cases in 32 effective clusters can't prove it"):
+        check_plan(params, plan_gate(params, {"choices": {None: SuiteSize(32, 32.0)}}, last))
+
+
 def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"a": Behaviour(nll_shift=0.01)})
     tolerances = {"prose/perplexity_per_token": {"overall": 0.5}}
@@ -129,8 +141,9 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
     write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
     last = compare_release(make_detector_params(["same"], {"shelves/ap": {"overall": 0.3}}), tmp_path).judgement
     high = last.verdicts[0].comparisons[0].high
+    sizes: Sizes = {None: SuiteSize(80, 40.0)}
     rows = [
-        plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high + step}}), {}, last)[0]
+        plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high + step}}), {"shelves": sizes}, last)[0]
         for step in (-1e-4, 1e-4)
     ]
     assert [row.least for row in rows] == pytest.approx([high, high])

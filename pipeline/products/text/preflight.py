@@ -175,10 +175,23 @@ def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> N
         )
     if is_served:
         check_own_code(folder)
+        _check_key_heads(folder)
         needs_scores = any(settings.needs_logprobs for settings in product.evals.values())
         _check_context(folder, product, beyond=SCORE_TOKENS if engine is VllmEngine and needs_scores else 0)
     if is_served and product.chat_evals:
         check_chat_template(folder, tokenizer)
+
+
+def _check_key_heads(folder: Path) -> None:
+    """Refuse attention heads that can't be shared evenly among the heads of keys: transformers ends in a traceback."""
+    config = read_config(folder)
+    config = config.get("text_config") or config  # of a composite model
+    heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: num_key_value_heads: expected a divisor of the {heads} num_attention_heads, "
+            f"got {key_heads}; correct it, with the weights that it describes"
+        )
 
 
 def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:

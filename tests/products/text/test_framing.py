@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pipeline.errors import CheckpointError, EngineError, RequestError
+from pipeline.errors import CheckpointError, EngineError, RequestError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.evals import endpoint_lm, perplexity
 from pipeline.products.text.evals.bridge import Bridge
@@ -34,12 +35,13 @@ BOS, END = "<|bos|>", "<|end|>"
 DOCUMENTS = [*TEXTS, "a", " ".join(TEXTS), f"{BOS}The courier takes the parcel."]
 PAIRS = [
     ("The courier", " takes the parcel"),
-    (TEXTS[1], " yes"),
+    ("A parcel of", " pears"),
     (f"{BOS}A list", " of items"),
     ("", "A list"),
     ("The total is ", "42"),
-    (TEXTS[3], "!"),
+    ("The market", "!"),
 ]
+TOO_LONG = (TEXTS[3], "!")
 TEMPLATES = {"none": "$A", "bos": f"{BOS} $A", "eos": f"$A {END}", "both": f"{BOS} $A {END}"}
 MAX_DIFFERENCE_NATS = 1e-5  # per token, float32 against float64
 
@@ -157,8 +159,35 @@ def test_lm_eval_s_requests_are_answered_behind_one_bos(setup: Setup, tmp_path: 
         head = [setup.bos] if has_bos else []
         question = setup.plain(context.removeprefix(BOS).rstrip())
         whole = setup.plain((context + answer).removeprefix(BOS))
-        expected = sum_last(setup.client.model, (head + whole)[-CONTEXT - 1 :], len(whole) - len(question))
+        expected = sum_last(setup.client.model, head + whole, len(whole) - len(question))
         assert abs(-value - expected) < MAX_DIFFERENCE_NATS * len(whole), (context, answer)
+
+
+def test_a_question_that_would_lose_its_beginning_is_refused_before_any_is_asked(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions of which the server read the last words alone passed the gate, and nobody said so."""
+    tokens = len(setup.plain("".join(TOO_LONG))) + (setup.adds in ("bos", "both")) - 1
+    assert tokens > CONTEXT
+    monkeypatch.setattr(setup.client, "score", lambda *_, **__: pytest.fail("a question was asked"))
+    said = (
+        f"evals.e: 1 of 7 questions with an answer are too long, first that of case 'None-None': {tokens} tokens to "
+        f"read, above serving.context_length {CONTEXT}; raise the length, lower num_fewshot, or shorten the cases"
+    )
+    with pytest.raises(SettingsError) as caught:
+        ask(setup, tmp_path, "loglikelihood", [*PAIRS, TOO_LONG])
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(("beyond", "is_refused"), [(0, False), (1, True)])
+def test_a_question_may_fill_the_context_to_the_last_token(
+    setup: Setup, tmp_path: Path, beyond: int, is_refused: bool
+) -> None:
+    head = setup.adds in ("bos", "both")
+    texts = ("q" * n for n in range(1, 100))
+    context = next(text for text in texts if len(setup.plain(f"{text} yes")) + head - 1 == CONTEXT + beyond)
+    with pytest.raises(SettingsError, match="are too long") if is_refused else contextlib.nullcontext():
+        ask(setup, tmp_path, "loglikelihood", [(context, " yes")])
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,9 @@ def test_rounded_weights_that_no_config_speaks_of_are_no_dense_ones(
     )
 
 
-@pytest.mark.parametrize("wrong", [{"hidden_act": "foo"}, {"model_type": "t5"}, {"num_attention_heads": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_act": "foo"}, {"model_type": "t5"}, {"num_attention_heads": 3, "num_key_value_heads": 3}]
+)
 def test_a_config_that_transformers_can_not_build_is_no_complete_model(
     project: Path, copied: Path, wrong: dict[str, Any]
 ) -> None:
@@ -454,6 +456,11 @@ def copied(project: Path, tmp_path: Path) -> Path:
             lambda c: (c / "model.safetensors").write_bytes(b"x" * 50),
             "model.safetensors: not a safetensors",
             id="weights",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", num_attention_heads=6, num_key_value_heads=4),
+            "config.json: num_key_value_heads: expected a divisor of the 6 num_attention_heads, got 4; ",
+            id="key-heads",
         ),
         pytest.param(
             lambda c: (c / "tokenizer.json").write_text("{"), "tokenizer.json: not readable as JSON", id="tokenizer"

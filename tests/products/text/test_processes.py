@@ -45,7 +45,12 @@ AFTER = 'INFO:     127.0.0.1:43676 - "POST /v1/completions HTTP/1.1" 500 Interna
             "what():  CUDA error: unspecified launch failure",
             id="torch-ends-the-process-itself",
         ),
-        pytest.param("", "the log is empty", id="empty"),
+        pytest.param("", "its log says nothing", id="empty"),
+        pytest.param(
+            "W1128 18:53:51.856000 22393 torch/_pytree.py:630] an enum is deprecated\n",
+            "its log says nothing",
+            id="torch",
+        ),
     ],
 )
 def test_the_line_that_says_most(tmp_path: Path, log: str, said: str) -> None:

@@ -21,7 +21,7 @@ import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.known_tasks import digest_evalsets
-from pipeline.products.text.evals.material import digest_task, quiet, read_fresh
+from pipeline.products.text.evals.material import digest_task, load_task, quiet, read_fresh
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases
@@ -191,6 +191,18 @@ def test_an_edited_case_is_asked_anew_however_its_file_is_named(project: Project
     project.write_task(**keys)
     records = check_asked_anew(project, path, lambda: write_lines(path, EDITED))
     assert records[0].prompt == EDITED[0]["question"]
+
+
+def test_equal_questions_are_one_cluster_whatever_their_fields_say(project: Project) -> None:
+    """Ten questions copied twenty times, each with an id and a cluster of its own, proved a loss of 1.79 points."""
+    cases = [CASES[i % 2] | {"id": f"q-{i}", "cluster": f"c-{i}"} for i in range(6)]
+    write_lines(Path("data/test.jsonl"), cases)
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
+    records = project.run()
+    assert [record.cluster for record in records] == ["c-0", "c-1"] * 3
+    assert len({record.case_id for record in records}) == len({record.input_digest for record in records}) == 6
+    settings = HarnessEval(kind="harness", task="mine", include_path="tasks")
+    assert [cluster for cluster, _ in load_task("e", settings).documents] == ["c-0", "c-1"] * 3
 
 
 def test_an_edited_example_is_asked_with_anew(project: Project) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, SettingsError
 from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
@@ -24,6 +24,7 @@ from pipeline.products.text.evals.generation import (
     answer_question,
     check_questions_fit,
     digest_request,
+    name_case,
     name_cluster,
     read_question,
 )
@@ -34,6 +35,7 @@ from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
 
 CHUNK_REQUESTS = 64  # asked together
+_ADDED = 8  # tokens round a text, at most
 CHUNKS_AHEAD = 4  # chunks in progress for as many places: no server waits for a chunk to be made or read
 T = TypeVar("T")
 
@@ -48,13 +50,19 @@ class EndpointLM(LM):
         self._frame = self._wait(read_frame(context.client, context.checkpoint))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation."""
+        """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation.
+
+        Raises:
+            SettingsError: a context with its continuation is too long for the server.
+        """
+        # whose text has fewer bytes than that has fewer tokens, but for what Unicode spells out
+        long = [r for r in requests if len("".join(r.args).encode()) > self._context.context_length - _ADDED]
+        if long:
+            self._encode_fitting(long, num_asked=len(requests))
 
         def ask(some: list[Any]) -> list[tuple[float, bool]]:
-            encoded = self._encode_pairs([request.args for request in some])
-            # the last context_length + 1 tokens: the final one is predicted, never fed
-            sequences = [(c + t)[-(self._context.context_length + 1) :] for c, t in encoded]
-            scores = self._wait(self._context.client.score(sequences, top_logprobs=1))
+            encoded = self._encode_fitting(some, num_asked=len(requests))
+            scores = self._wait(self._context.client.score([c + t for c, t in encoded], top_logprobs=1))
             return [_sum_continuation(s, t) for s, (_, t) in zip(scores, encoded, strict=True)]
 
         return [(value, greedy) for value, greedy in self._answer("loglikelihood", requests, ask, unasked=(0.0, False))]
@@ -140,6 +148,28 @@ class EndpointLM(LM):
                 return await answer_question(self._context, question)
 
         return await gather(*map(answer, questions))
+
+    def _encode_fitting(self, requests: list[Any], *, num_asked: int) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens of contexts and continuations; refuse to ask where a question would lose its beginning.
+
+        Args:
+            requests: some of those of a task.
+            num_asked: all of them.
+
+        Raises:
+            SettingsError: names the first case that is too long, its tokens and the limit.
+        """
+        encoded, limit = self._encode_pairs([request.args for request in requests]), self._context.context_length
+        # the last token is predicted, never read
+        sizes = [len(context) + len(continuation) - 1 for context, continuation in encoded]
+        if too_long := [(r, size) for r, size in zip(requests, sizes, strict=True) if size > limit]:
+            request, size = too_long[0]
+            raise SettingsError(
+                f"evals.{self._context.name}: {len(too_long)} of {num_asked} questions with an answer are too long, "
+                f"first that of case {name_case(request.task_name, request.doc, request.doc_id)!r}: {size} tokens to "
+                f"read, above serving.context_length {limit}; raise the length, lower num_fewshot, or shorten the cases"
+            )
+        return encoded
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""

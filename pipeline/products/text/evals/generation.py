@@ -81,6 +81,17 @@ def name_cluster(document: Any) -> str:
     return str(named["cluster"]) if "cluster" in named else digest_json(repr(document))
 
 
+def join_repeats(asked: Sequence[Sequence[Any]], clusters: Sequence[str]) -> list[str]:
+    """Return clusters in which documents that ask the same are together, whatever their own fields say.
+
+    Args:
+        asked: the arguments of each document's requests.
+        clusters: of each document; the first of equal ones gives its own to the others.
+    """
+    first: dict[str, str] = {}
+    return [first.setdefault(digest_json(list(each)), own) for each, own in zip(asked, clusters, strict=True)]
+
+
 def read_question(name: str, request: Any) -> Question:
     """Read one of lm-eval's `generate_until` requests.
 

@@ -21,7 +21,7 @@ from unittest import mock
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, name_case
+from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, join_repeats, name_case
 from pipeline.products.text.evals.material import compile_once, explain_problems, index_tasks, read_fresh
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
@@ -66,6 +66,8 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     records = _add_answers(context, samples, records)
+    clusters = join_repeats([sample["arguments"] for sample in samples], [record.cluster for record in records])
+    records = [r.model_copy(update={"cluster": cluster}) for r, cluster in zip(records, clusters, strict=True)]
     seen: dict[str, int] = {}
     for i, record in enumerate(records):
         # the same document twice in a task is two cases; only their place tells them apart

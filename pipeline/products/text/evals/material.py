@@ -29,7 +29,7 @@ from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import NOTES
-from pipeline.products.text.evals.generation import GENERATE, Question, name_cluster, read_question
+from pipeline.products.text.evals.generation import GENERATE, Question, join_repeats, name_cluster, read_question
 from pipeline.products.text.evals.imports import list_modules
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
@@ -81,10 +81,14 @@ def load_task(name: str, settings: HarnessEval) -> Task:
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
     )
     documents = {(request.task_name, request.doc_id): request.doc for request in requests}
+    prompts: dict[tuple[str, Any], list[Any]] = {}
+    for request in requests:
+        prompts.setdefault((request.task_name, request.doc_id), []).append(request.args)
+    clusters = join_repeats(list(prompts.values()), list(map(name_cluster, documents.values())))
     return Task(
         digest,
         tuple({question.digest: question for question in questions}.values()),
-        tuple((name_cluster(document), _list_buckets(document)) for document in documents.values()),
+        tuple(zip(clusters, map(_list_buckets, documents.values()), strict=True)),
     )
 
 
@@ -217,7 +221,10 @@ def _load_tasks(manager: Any, settings: HarnessEval) -> dict[str, Any]:
         tasks: dict[str, Any] = manager.load([settings.task])["tasks"]
     except StopIteration:  # from `datasets`, without a word
         kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
-        raise FileNotFoundError(f"no file with documents at {kwargs!r}") from None
+        raise FileNotFoundError(f"expected files with documents, found none or empty ones at {kwargs!r}") from None
+    except UnicodeDecodeError as error:
+        kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
+        raise ValueError(f"expected documents in UTF-8, got {error} in a file of {kwargs!r}") from None
     for task in tasks.values():
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=settings.num_fewshot)

@@ -18,7 +18,9 @@ from pipeline.errors import EngineError
 
 STOP_TIMEOUT_S = 5.0
 FAILURE = "failure"  # the key of the line in which our own launcher says why it ends
-_NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}(?!what\(\))|Loading weights|\d%\|")
+_NOISE = re.compile(
+    r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}(?!what\(\))|Loading weights|\d%\||^[IW]\d{4} \d\d:\d\d:"
+)
 # what a logger puts before the text: "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] "
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
@@ -126,7 +128,7 @@ def read_cause(log: Path) -> str:
     errors = [line for line in messages if _CAUSE.search(line) and not _REFUSAL.search(line)]
     causes = [line for line in errors if not _POINTER.search(line)]
     explanations = causes or errors or messages
-    return explanations[-1] if explanations else "the log is empty"
+    return explanations[-1] if explanations else "its log says nothing"
 
 
 def _read_failure(text: str) -> str | None:
