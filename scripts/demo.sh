@@ -1,7 +1,7 @@
 #!/bin/sh
 # A first verdict without a model: judge shipped records of an agent before and after INT4.
 #
-# Installs the six dependencies of the command `quantgate` into .venv-demo, unless they are there. The verdict is a fail,
+# Puts the command `quantgate` and its six dependencies into .venv-demo, unless they are there. The verdict is a fail,
 # which is what it should be, so that exit code (20) ends this with 0.
 set -eu
 cd "$(dirname "$0")/.."
@@ -15,10 +15,11 @@ if [ ! -e .venv-demo/ready ]; then
         $python -m pip install -qq --disable-pip-version-check -c constraints.txt -r /dev/stdin
     touch .venv-demo/ready
 fi
+install -m 755 scripts/quantgate .venv-demo/bin/quantgate
 set -- examples/first_verdict/agent examples/first_verdict/gptq-short --metric accuracy --metric completed \
     --bucket constraint_retention=0.06 --html demo.html
-echo "quantgate compare $*"
+echo ".venv-demo/bin/quantgate compare $*"
 code=0
-PYTHONPATH=. $python -P -m pipeline compare "$@" || code=$?
+.venv-demo/bin/quantgate compare "$@" || code=$?
 [ $code = 20 ] || { echo "demo: expected exit code 20, a verdict, got $code: see above" >&2; exit 1; }
 echo "exit code $code: the candidate fails. demo.html is the same as a page, with the cases that flipped."
