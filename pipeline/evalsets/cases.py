@@ -120,14 +120,6 @@ class ChoiceCase(Case):
     choices: tuple[str, ...] = Field(min_length=2)
     answer: int = Field(ge=0)
 
-    @field_validator("choices")
-    @classmethod
-    def _are_different(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse two of a text: which of them is the answer follows from their order alone."""
-        if twice := next((text for i, text in enumerate(choices) if text in choices[:i]), None):
-            raise PydanticCustomError("choices", "expected different texts, got {text} twice", {"text": repr(twice)})
-        return choices
-
     @field_validator("answer")
     @classmethod
     def _is_a_choice(cls, answer: int, info: ValidationInfo) -> int:
@@ -136,6 +128,10 @@ class ChoiceCase(Case):
         if choices is not None and answer >= len(choices):
             raise PydanticCustomError(
                 "answer", "expected the index of one of the {num} choices, counted from 0", {"num": len(choices)}
+            )
+        if choices is not None and choices.count(choices[answer]) > 1:
+            raise PydanticCustomError(
+                "answer", "expected a choice that is there once, got {text}", {"text": repr(choices[answer])}
             )
         return answer
 

@@ -13,6 +13,7 @@ to as well. Not seen: the engine and steps of a candidate, which is what is judg
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,9 +24,11 @@ from pydantic import BaseModel
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
 from pipeline.records.digests import digest_json
+from pipeline.records.files import read_bounded
 from pipeline.settings.base import RELEASE
 
 MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"  # beside it, with its digest
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
 # of a serving config
 _ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_env"}
@@ -66,15 +69,30 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
 
     Raises:
         SettingsError: one has none, or its reason speaks of other values.
-        EvidenceError: the last release's manifest can't be read.
+        EvidenceError: the last release's manifest can't be read, or is not the one that was written.
     """
     path = root / RELEASE / policy.product / MANIFEST
     if path.is_file():
-        compare_with_release(policy, path.read_bytes(), path, material=material)
+        manifest = path.read_bytes()
+        _check_unchanged(manifest, path)
+        compare_with_release(policy, manifest, path, material=material)
     elif policy.loosened:
         raise SettingsError(
             f"{_name(policy)}gate.loosened: expected none before a first release, as nothing can be "
             f"looser, got {next(iter(policy.loosened))!r}; remove it"
+        )
+
+
+def _check_unchanged(manifest: bytes, path: Path) -> None:
+    """Refuse a manifest that the sums beside it have another digest of; where they have none, nobody can say."""
+    sums = path.with_name(SUMS)
+    listed = read_bounded(sums).decode(errors="replace").split("\n") if sums.is_file() else []
+    digests = [line.partition("  ")[0] for line in listed if line.partition("  ")[2] == path.name]
+    found = hashlib.sha256(manifest).hexdigest()
+    if digests and digests[0] != found:
+        raise EvidenceError(
+            f"{path}: expected sha256 {digests[0][:12]}, as {sums.name} says, got {found[:12]}; it was changed since "
+            "the release; take both from the commit of the release again"
         )
 
 

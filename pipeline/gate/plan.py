@@ -90,8 +90,8 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
 
     Args:
         product: settings.
-        suites: sizes by eval and bucket; one that is not there is taken from the last judgement, and never called
-            too small.
+        suites: sizes by eval and bucket. Those of an eval that is not there are taken from the last judgement, and
+            never called too small.
         last: the last judgement, from which flips and times are taken.
     """
     rows = []
@@ -100,14 +100,16 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
         for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
-                size = suites.get(eval_name, {}).get(bucket)
-                is_known = size is not None
-                if size is None and seen is not None:
-                    size = SuiteSize(seen.n, seen.effective_clusters)
+                sizes = suites.get(eval_name, {})
+                size = sizes.get(bucket)
+                if size is None and seen is not None:  # of a bucket by objects, or of cases that nobody has counted
+                    whole, _ = _find_last(last, metric, None)
+                    grown = sizes[None].n / whole.n if sizes and whole is not None else 1.0
+                    size = SuiteSize(round(seen.n * grown), seen.effective_clusters * grown)
                 row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
-                # the last run may have had fewer cases than there are now
-                rows.append(replace(row, is_needed=must, problem=row.problem if is_known else ""))
+                # cases that nobody has counted may be more by now
+                rows.append(replace(row, is_needed=must, problem=row.problem if sizes else ""))
     return rows
 
 

@@ -4,7 +4,7 @@ Ray sends this module itself, so that a node needs no copy of the project: it im
 nothing but Ray and what comes with Python. A replica works in the project's folder where its node sees it, and else in
 a copy that is put together from files by their digests; each is fetched once a node.
 
-Driver's side: `ray_cluster.py`.
+Driver's side: `ray_replica.py` and `ray_cluster.py`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.loosening import SUMS
 from pipeline.gate.wording import show_unprintable
 from pipeline.records.digests import digest_file
 from pipeline.records.files import read_bounded, write_text
-
-SUMS = "SHA256SUMS"
 
 
 def write_sums(folder: Path) -> None:
@@ -36,7 +35,7 @@ def find_changes(folder: Path) -> list[str]:
     found = _digest(folder)
     if text == _render(found):
         return []
-    listed = _read_listed(text)
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in text.split("\n"))}
     problems = [
         _describe(folder / name, listed.get(name), found.get(name))
         for name in sorted(listed | found)
@@ -45,28 +44,9 @@ def find_changes(folder: Path) -> list[str]:
     return problems or [f"{folder / SUMS}: expected a line `DIGEST  NAME` for each file, sorted, found other text"]
 
 
-def check_unchanged(path: Path) -> None:
-    """Refuse a file that is another one than the sums of its folder say; nothing where one of the two is not there.
-
-    Raises:
-        EvidenceError: it was changed.
-    """
-    sums = path.with_name(SUMS)
-    if not (path.is_file() and sums.is_file()):
-        return
-    listed = _read_listed(read_bounded(sums).decode(errors="replace"))
-    found = digest_file(path)
-    if listed.get(path.name) not in (None, found):
-        raise EvidenceError(f"{_describe(path, listed[path.name], found)} by hand; take it from git again")
-
-
 def _digest(folder: Path) -> dict[str, str]:
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: digest_file(path) for name, path in files.items() if name != SUMS}
-
-
-def _read_listed(text: str) -> dict[str, str]:
-    return {name: digest for digest, _, name in (line.partition("  ") for line in text.split("\n"))}
 
 
 def _render(digests: dict[str, str]) -> str:

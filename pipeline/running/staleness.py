@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -186,7 +187,8 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
     except LockError:
         at_work = _name_workers(root / _RWLOCK)
         raise EvidenceError(
-            f"{root / _STAGES}: expected no other DVC at work on its stages, found one{at_work}; wait for it or end it"
+            f"{root / _STAGES}: expected no other DVC at work on its stages, found one{at_work}; wait for it or end "
+            f"it, and remove {root / _RWLOCK} where that is no DVC"
         ) from None
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         _check_merged(root / _LOCK)
@@ -198,14 +200,24 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
 
 
 def _name_workers(path: Path) -> str:
-    """Name the processes that DVC's list of readers and writers has; nothing where it can't be read."""
+    """Name the processes of DVC's list of readers and writers that run; nothing where it can't be read."""
     try:
         lists = json.loads(path.read_text(encoding="utf-8"))
         held = [*lists["write"].values(), *sum(lists["read"].values(), [])]
-        pids = sorted({int(one["pid"]) for one in held})
+        named = sorted({f"{one['pid']}: {one['cmd']}" for one in held if _is_running(int(one["pid"]))})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
-    return f" (process {', '.join(map(str, pids))})" if pids else ""
+    return f" (process {', '.join(named)})" if named else ""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # of another user
+    return True
 
 
 def _check_merged(lock: Path) -> None:

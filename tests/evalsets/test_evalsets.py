@@ -172,7 +172,11 @@ def without(key: str, case: dict[str, Any]) -> dict[str, Any]:
         ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: expected 1 or more entries"),
         ("tool_calls", TOOL_CALLS[0] | {"messages": [{"role": "boss", "content": ""}]}, "messages.0.role: "),
         ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: expected 2 or more entries"),
-        ("choices", CHOICES[0] | {"choices": ["2", "4", "2"]}, "choices: expected different texts, got '2' twice"),
+        (
+            "choices",
+            CHOICES[0] | {"choices": ["2", "4", "2"], "answer": 2},
+            "answer: expected a choice that is there once, got '2'",
+        ),
         ("choices", CHOICES[0] | {"answer": 2}, "answer: expected the index of one of the 2 choices, counted "),
         ("choices", CHOICES[0] | {"answer": -1}, "answer: expected 0 or more"),
         ("trajectories", TRAJECTORIES[0] | {"state": {"sent": float("nan")}}, "a value that JSON in UTF-8 can't hold"),

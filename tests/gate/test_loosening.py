@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
+from pipeline.gate.loosening import SUMS, check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import Policy, build_policy
 from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
+from pipeline.release.checksums import write_sums
 from pipeline.settings.base import RELEASE
 from tests.fakes.synthetic_records import PRODUCT, make_params
 
@@ -52,6 +53,24 @@ def released(tmp_path: Path) -> Path:
     }
     write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", json.dumps(manifest))
     return tmp_path
+
+
+def test_a_manifest_that_was_edited_is_no_last_release(released: Path) -> None:
+    """A tolerance was widened in the manifest and in params.yaml, and no reason was asked for."""
+    folder = released / RELEASE / PRODUCT
+    manifest, wider = folder / "manifest.json", policy(tolerances=TOLERANCES | {CALLS: {"overall": 0.03}})
+    write_sums(folder)
+    check_loosening(policy(), released, material={})
+    content = json.loads(manifest.read_text())
+    content["policy"]["tolerances"][CALLS]["overall"] = 0.03
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(
+        EvidenceError, match=r"manifest\.json: expected sha256 \w{12}, as SHA256SUMS says, got \w{12}; "
+    ):
+        check_loosening(wider, released, material={})
+    (folder / SUMS).write_bytes(b"\xff\n" + (folder / SUMS).read_bytes())
+    with pytest.raises(EvidenceError, match="it was changed since the release"):
+        check_loosening(wider, released, material={})
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,17 @@ def test_cases_of_the_last_run_stop_nothing_as_there_may_be_more_by_now(tmp_path
         check_plan(params, plan_gate(params, {"choices": {None: SuiteSize(32, 32.0)}}, last))
 
 
+def test_a_bucket_by_objects_grows_with_the_pictures(tmp_path: Path) -> None:
+    """Cases don't carry it, so the last run alone tells its size; what can't be proven in it was once let through."""
+    write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
+    limits = {"shelves/ap": {"overall": 0.3, "buckets": {"price_tags": 0.3}}}
+    last = compare_release(make_detector_params(["same"], limits), tmp_path).judgement
+    high = next(c.high for c in last.verdicts[0].comparisons if c.bucket == "price_tags")
+    tight = make_detector_params(["same"], {"shelves/ap": {"buckets": {"price_tags": 0.75 * high}}})
+    rows = [plan_gate(tight, {"shelves": {None: SuiteSize(n, n / 2)}}, last)[0] for n in (80, 160)]
+    assert [row.n for row in rows] == [80, 160] and [bool(row.problem) for row in rows] == [True, False]
+
+
 def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"a": Behaviour(nll_shift=0.01)})
     tolerances = {"prose/perplexity_per_token": {"overall": 0.5}}

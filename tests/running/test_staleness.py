@@ -414,12 +414,14 @@ def test_asking_changes_nothing(whole: Path) -> None:
 def test_where_another_dvc_works_its_process_is_named_and_to_be_waited_for(whole: Path) -> None:
     """DVC's advice to remove a file of its own came through, and ours to run `dvc status`, which waits for nobody."""
     held = {str(whole / "build/made/a"): {"pid": os.getppid(), "cmd": "dvc repro"}}
+    gone = {str(whole / "build/made/b"): {"pid": 2**22 + 1, "cmd": "dvc repro"}}  # above what Linux gives
     (whole / ".dvc/tmp").mkdir(exist_ok=True)
-    (whole / ".dvc/tmp/rwlock").write_text(json.dumps({"write": held, "read": {}}))
+    (whole / ".dvc/tmp/rwlock").write_text(json.dumps({"write": held | gone, "read": {}}))
     with pytest.raises(EvidenceError) as caught:
         ask(whole, "make@a")
-    who = f"found one (process {os.getppid()}); wait for it or end it"
-    assert str(caught.value) == f"dvc.yaml: expected no other DVC at work on its stages, {who}"
+    who = f"found one (process {os.getppid()}: dvc repro); wait for it or end it"
+    remedy = "and remove .dvc/tmp/rwlock where that is no DVC"
+    assert str(caught.value) == f"dvc.yaml: expected no other DVC at work on its stages, {who}, {remedy}"
 
 
 def test_a_project_that_dvc_can_not_read_is_one_line(clone: Path) -> None:

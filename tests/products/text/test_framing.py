@@ -171,8 +171,8 @@ def test_a_question_that_would_lose_its_beginning_is_refused_before_any_is_asked
     assert tokens > CONTEXT
     monkeypatch.setattr(setup.client, "score", lambda *_, **__: pytest.fail("a question was asked"))
     said = (
-        f"evals.e: 1 of 7 questions with an answer are too long, first that of case 'None-None': {tokens} tokens to "
-        f"read, above serving.context_length {CONTEXT}; raise the length, lower num_fewshot, or shorten the cases"
+        f"evals.e: the question of case 'None-None' is too long: with an answer {tokens} tokens, above "
+        f"serving.context_length {CONTEXT}; raise the length, lower num_fewshot, or shorten the case"
     )
     with pytest.raises(SettingsError) as caught:
         ask(setup, tmp_path, "loglikelihood", [*PAIRS, TOO_LONG])
@@ -186,7 +186,7 @@ def test_a_question_may_fill_the_context_to_the_last_token(
     head = setup.adds in ("bos", "both")
     texts = ("q" * n for n in range(1, 100))
     context = next(text for text in texts if len(setup.plain(f"{text} yes")) + head - 1 == CONTEXT + beyond)
-    with pytest.raises(SettingsError, match="are too long") if is_refused else contextlib.nullcontext():
+    with pytest.raises(SettingsError, match="is too long: with an answer ") if is_refused else contextlib.nullcontext():
         ask(setup, tmp_path, "loglikelihood", [(context, " yes")])
 
 

@@ -20,6 +20,7 @@ import pytest
 import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.evals.generation import join_repeats
 from pipeline.products.text.evals.known_tasks import digest_evalsets
 from pipeline.products.text.evals.material import digest_task, load_task, quiet, read_fresh
 from pipeline.products.text.serving.client import TokenScores
@@ -193,16 +194,28 @@ def test_an_edited_case_is_asked_anew_however_its_file_is_named(project: Project
     assert records[0].prompt == EDITED[0]["question"]
 
 
-def test_equal_questions_are_one_cluster_whatever_their_fields_say(project: Project) -> None:
+@pytest.mark.parametrize("num_fewshot", [0, 1])
+def test_equal_questions_are_one_cluster_whatever_their_fields_say(project: Project, num_fewshot: int) -> None:
     """Ten questions copied twenty times, each with an id and a cluster of its own, proved a loss of 1.79 points."""
     cases = [CASES[i % 2] | {"id": f"q-{i}", "cluster": f"c-{i}"} for i in range(6)]
     write_lines(Path("data/test.jsonl"), cases)
-    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
-    records = project.run()
+    files = {"test": "data/test.jsonl", "train": "data/test.jsonl"}
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": files}, training_split="train")
+    records = project.run(num_fewshot=num_fewshot)
+    assert len({record.prompt for record in records}) == (3 if num_fewshot else 2)
     assert [record.cluster for record in records] == ["c-0", "c-1"] * 3
     assert len({record.case_id for record in records}) == len({record.input_digest for record in records}) == 6
-    settings = HarnessEval(kind="harness", task="mine", include_path="tasks")
+    settings = HarnessEval(kind="harness", task="mine", include_path="tasks", num_fewshot=num_fewshot)
     assert [cluster for cluster, _ in load_task("e", settings).documents] == ["c-0", "c-1"] * 3
+
+
+def test_a_question_that_is_in_two_clusters_joins_them() -> None:
+    """Forty questions, each once alone and once in one cluster of all, were forty clusters of two."""
+    asked = [[[f"question {i % 40}", "yes"]] for i in range(80)]
+    clusters = [f"own-{i}" for i in range(40)] + ["all"] * 40
+    joined = join_repeats([{}] * 80, asked, clusters, num_fewshot=0)
+    assert joined == ["own-0"] * 80
+    assert join_repeats([{}] * 2, asked[:2], clusters[:2], num_fewshot=0) == clusters[:2]
 
 
 def test_an_edited_example_is_asked_with_anew(project: Project) -> None:

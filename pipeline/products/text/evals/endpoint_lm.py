@@ -55,17 +55,19 @@ class EndpointLM(LM):
         Raises:
             SettingsError: a context with its continuation is too long for the server.
         """
-        # whose text has fewer bytes than that has fewer tokens, but for what Unicode spells out
-        long = [r for r in requests if len("".join(r.args).encode()) > self._context.context_length - _ADDED]
-        if long:
-            self._encode_fitting(long, num_asked=len(requests))
+        limit = self._context.context_length
+
+        def check(some: list[Any]) -> None:
+            # whose text has fewer bytes than that has fewer tokens, but for what Unicode spells out
+            self._encode_fitting([r for r in some if len("".join(r.args).encode()) > limit - _ADDED])
 
         def ask(some: list[Any]) -> list[tuple[float, bool]]:
-            encoded = self._encode_fitting(some, num_asked=len(requests))
+            encoded = self._encode_fitting(some)
             scores = self._wait(self._context.client.score([c + t for c, t in encoded], top_logprobs=1))
             return [_sum_continuation(s, t) for s, (_, t) in zip(scores, encoded, strict=True)]
 
-        return [(value, greedy) for value, greedy in self._answer("loglikelihood", requests, ask, unasked=(0.0, False))]
+        answers = self._answer("loglikelihood", requests, ask, unasked=(0.0, False), check=check)
+        return [(value, greedy) for value, greedy in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text."""
@@ -98,7 +100,15 @@ class EndpointLM(LM):
         answers = self._answer(GENERATE, requests, ask, unasked=None)
         return ["" if answer is None else str(answer["text"]) for answer in answers]
 
-    def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]], *, unasked: T) -> list[T]:
+    def _answer(
+        self,
+        kind: str,
+        requests: list[Any],
+        ask: Callable[[list[Any]], list[T]],
+        *,
+        unasked: T,
+        check: Callable[[list[Any]], None] = lambda some: None,
+    ) -> list[T]:
         """Ask for what the journal does not hold yet, as many chunks at once as keep all servers busy; journal each.
 
         Args:
@@ -106,6 +116,7 @@ class EndpointLM(LM):
             requests: lm-eval's instances.
             ask: returns the answers to some of them.
             unasked: stands for the answers of other shards, which nobody reads.
+            check: refuses some of those that will be asked, before any is.
         """
         journal, shard = self._context.journal, self._context.shard
         keys = [digest_request(kind, request.args) for request in requests]
@@ -119,6 +130,8 @@ class EndpointLM(LM):
         own = {chunk: [i for i in chunk if first[keys[i]] == i] for chunk in chunks}
         num_requests = sum(map(len, own.values()))
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in own[chunk])]
+        for chunk in chunks:
+            check([requests[i] for i in own[chunk]])
         num_kept = num_requests - sum(len(own[chunk]) for chunk in chunks)
         progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
         with ThreadPoolExecutor(CHUNKS_AHEAD * math.ceil(self._context.places.count / CHUNK_REQUESTS)) as pool:
@@ -149,26 +162,21 @@ class EndpointLM(LM):
 
         return await gather(*map(answer, questions))
 
-    def _encode_fitting(self, requests: list[Any], *, num_asked: int) -> list[tuple[list[int], list[int]]]:
+    def _encode_fitting(self, requests: list[Any]) -> list[tuple[list[int], list[int]]]:
         """Return the tokens of contexts and continuations; refuse to ask where a question would lose its beginning.
-
-        Args:
-            requests: some of those of a task.
-            num_asked: all of them.
 
         Raises:
             SettingsError: names the first case that is too long, its tokens and the limit.
         """
         encoded, limit = self._encode_pairs([request.args for request in requests]), self._context.context_length
-        # the last token is predicted, never read
-        sizes = [len(context) + len(continuation) - 1 for context, continuation in encoded]
-        if too_long := [(r, size) for r, size in zip(requests, sizes, strict=True) if size > limit]:
-            request, size = too_long[0]
-            raise SettingsError(
-                f"evals.{self._context.name}: {len(too_long)} of {num_asked} questions with an answer are too long, "
-                f"first that of case {name_case(request.task_name, request.doc, request.doc_id)!r}: {size} tokens to "
-                f"read, above serving.context_length {limit}; raise the length, lower num_fewshot, or shorten the cases"
-            )
+        for request, (context, continuation) in zip(requests, encoded, strict=True):
+            if (size := len(context) + len(continuation) - 1) > limit:  # the last token is predicted, never read
+                case = name_case(request.task_name, request.doc, request.doc_id)
+                raise SettingsError(
+                    f"evals.{self._context.name}: the question of case {case!r} is too long: with an answer {size} "
+                    f"tokens, above serving.context_length {limit}; raise the length, lower num_fewshot, or shorten "
+                    "the case"
+                )
         return encoded
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import networkx
+
 from pipeline.errors import RequestError, SettingsError
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Client, Reply
@@ -81,15 +83,35 @@ def name_cluster(document: Any) -> str:
     return str(named["cluster"]) if "cluster" in named else digest_json(repr(document))
 
 
-def join_repeats(asked: Sequence[Sequence[Any]], clusters: Sequence[str]) -> list[str]:
-    """Return clusters in which documents that ask the same are together, whatever their own fields say.
+def join_repeats(
+    documents: Sequence[Any], asked: Sequence[Sequence[Any]], clusters: Sequence[str], *, num_fewshot: int
+) -> list[str]:
+    """Return clusters in which documents that ask the same are together, with all that is in a cluster of theirs.
 
     Args:
-        asked: the arguments of each document's requests.
-        clusters: of each document; the first of equal ones gives its own to the others.
+        documents: of a task.
+        asked: the arguments of each one's requests.
+        clusters: as the documents say themselves; the first one's is that of all which are joined.
+        num_fewshot: examples before a question. lm-eval draws others for each, so that documents are compared, too.
     """
-    first: dict[str, str] = {}
-    return [first.setdefault(digest_json(list(each)), own) for each, own in zip(asked, clusters, strict=True)]
+    graph = networkx.Graph()
+    for i, (document, arguments, own) in enumerate(zip(documents, asked, clusters, strict=True)):
+        graph.add_edges_from([(i, f"cluster {own}"), (i, f"asked {digest_json(list(arguments))}")])
+        if num_fewshot:
+            graph.add_edge(i, f"document {_digest_content(document)}")
+    joined = list(clusters)
+    for group in networkx.connected_components(graph):
+        places = sorted(node for node in group if isinstance(node, int))
+        for place in places:
+            joined[place] = clusters[places[0]]
+    return joined
+
+
+def _digest_content(document: Any) -> str:
+    """Return the digest of a document without what only names it."""
+    if isinstance(document, dict):
+        document = sorted((str(k), v) for k, v in document.items() if k not in ("id", "cluster", "buckets"))
+    return digest_json(repr(document))
 
 
 def read_question(name: str, request: Any) -> Question:

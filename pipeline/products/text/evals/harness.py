@@ -66,7 +66,12 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     records = _add_answers(context, samples, records)
-    clusters = join_repeats([sample["arguments"] for sample in samples], [record.cluster for record in records])
+    clusters = join_repeats(
+        [sample["doc"] for sample in samples],
+        [sample["arguments"] for sample in samples],
+        [record.cluster for record in records],
+        num_fewshot=context.settings.num_fewshot,
+    )
     records = [r.model_copy(update={"cluster": cluster}) for r, cluster in zip(records, clusters, strict=True)]
     seen: dict[str, int] = {}
     for i, record in enumerate(records):

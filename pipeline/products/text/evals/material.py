@@ -84,7 +84,8 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     prompts: dict[tuple[str, Any], list[Any]] = {}
     for request in requests:
         prompts.setdefault((request.task_name, request.doc_id), []).append(request.args)
-    clusters = join_repeats(list(prompts.values()), list(map(name_cluster, documents.values())))
+    own = list(map(name_cluster, documents.values()))
+    clusters = join_repeats(list(documents.values()), list(prompts.values()), own, num_fewshot=settings.num_fewshot)
     return Task(
         digest,
         tuple({question.digest: question for question in questions}.values()),
