@@ -41,7 +41,7 @@ from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back,
 from pipeline.running.progress import begin_step, tell_cpu, tell_taken
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.stage_code import digest_code
-from pipeline.running.staleness import Plan, open_project, read_commands
+from pipeline.running.staleness import RWLOCK, Plan, open_project, read_commands
 from pipeline.running.warm_processes import WarmProcess
 from pipeline.running.worker_pool import work_here
 from pipeline.settings.base import ENV, Product
@@ -50,7 +50,6 @@ from pipeline.settings.execution import RayExecution
 Ask = Callable[[str], Plan]
 STAGES = ("optimize", "evaluate")
 _TURNS = ENV / "turns"
-_RWLOCK = Path(".dvc/tmp/rwlock")
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
 
 
@@ -191,14 +190,14 @@ def _remove_half_a_lock() -> None:
     """Remove DVC's list of readers and writers where a kill left half of it: DVC would refuse all work from then on."""
     for wait_s in (0.5, 0.0):  # a DVC that runs may be writing it
         try:
-            json.loads(_RWLOCK.read_text(encoding="utf-8"))
+            json.loads(RWLOCK.read_text(encoding="utf-8"))
             return
         except FileNotFoundError:
             return
         except ValueError:
             time.sleep(wait_s)
-    print(f"prefetch: {_RWLOCK} was left half written by a run that was killed, and is removed", file=sys.stderr)
-    _RWLOCK.unlink(missing_ok=True)
+    print(f"prefetch: {RWLOCK} was left half written by a run that was killed, and is removed", file=sys.stderr)
+    RWLOCK.unlink(missing_ok=True)
 
 
 def run_env() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.errors import EngineError, SettingsError
 from pipeline.products import KINDS, ray_worker
 from pipeline.products.params import load_params
-from pipeline.products.ray_replica import Project, RemoteReplica, is_own, share_project, start_replica
+from pipeline.products.ray_replica import Project, RemoteReplica, share_project, start_replica
 from pipeline.products.ray_worker import Order
 from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import read_record
@@ -228,7 +228,7 @@ def _finish_shard(run: _Run, replica: RemoteReplica, shard: Shard, reference: An
 
 def _lose(run: _Run, replica: RemoteReplica, error: Any) -> EngineError:
     """End a replica that failed or died, and return why."""
-    run.num_dead += not is_own(run.ray, error)
+    run.num_dead += not replica.is_own(error)
     problem = replica.explain(error)
     replica.is_lost = True
     run.alone |= replica.shards

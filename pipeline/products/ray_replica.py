@@ -104,12 +104,16 @@ class RemoteReplica:
             return self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             problem = self.explain(error)
-            remedy = "" if is_own(self.ray, error) else "; run `dvc repro` to go on"
+            remedy = "" if self.is_own(error) else "; run `dvc repro` to go on"
             raise EngineError(f"{problem}{remedy}") from None
+
+    def is_own(self, error: Any) -> bool:
+        """Say whether it raised an error itself; else its process or node ended, maybe with a result on it."""
+        return isinstance(error, self.ray.exceptions.RayTaskError)
 
     def explain(self, error: Any) -> EngineError:
         """Return what a user can act on of an error of a call; raise one that is none of these as it is."""
-        if not is_own(self.ray, error):
+        if not self.is_own(error):
             return EngineError(f"{self.name}: its worker ended by itself")
         if isinstance(error.cause, ImportError):
             said = f"expected the project's environment on this node: {error.cause}; install it there"
@@ -190,8 +194,3 @@ def start_replica(ray: Any, execution: RayExecution, at_once: int) -> RemoteRepl
         "max_concurrency": at_once + 1,  # it is asked what is new while it works
     }
     return RemoteReplica(ray, ray.remote(Replica).options(**options).remote())
-
-
-def is_own(ray: Any, error: Any) -> bool:
-    """Say whether a replica raised an error itself; else its process or node ended, maybe with a result on it."""
-    return isinstance(error, ray.exceptions.RayTaskError)

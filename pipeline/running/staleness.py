@@ -43,7 +43,7 @@ T = TypeVar("T")
 Entry = Mapping[str, Any]  # of a stage, in dvc.lock
 Plan = Literal["skip", "restore", "run"]  # restore: from DVC's cache
 _STAGES, _LOCK = "dvc.yaml", "dvc.lock"
-_RWLOCK = Path(".dvc/tmp/rwlock")
+RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of who reads and writes what
 
 
 def find_stale(root: Path, *, runs_here: Collection[str]) -> dict[str, list[str]]:
@@ -185,10 +185,10 @@ def _explain(root: Path, question: Callable[[], T]) -> T:
     try:
         return question()
     except LockError:
-        at_work = _name_workers(root / _RWLOCK)
+        at_work = _name_workers(root / RWLOCK)
         raise EvidenceError(
             f"{root / _STAGES}: expected no other DVC at work on its stages, found one{at_work}; wait for it or end "
-            f"it, and remove {root / _RWLOCK} where that is no DVC"
+            f"it, and remove {root / RWLOCK} where that is no DVC"
         ) from None
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         _check_merged(root / _LOCK)

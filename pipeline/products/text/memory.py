@@ -106,7 +106,7 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """
     tensors, path = read_tensors(folder), folder / "config.json"
     config = read_config_file(path, "the model's config", if_missing="copy it again")
-    text = _find_text(config)
+    text = find_text(config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{path}: text_config: expected a mapping, got {_show(text)}; copy it again")
     for name in _COUNTS:
@@ -121,7 +121,7 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     return tensors, config
 
 
-def _find_text(config: dict[str, Any]) -> dict[str, Any]:
+def find_text(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that is about text: of a composite model one of several, else the whole."""
     return config.get("text_config") or config
 
@@ -152,7 +152,7 @@ def count_served_bytes(candidate: CandidateSettings, product: TextProduct, root:
     )
     if engine.is_embedded and product.resources.kv_cache_gib is not None:
         cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
-    vocab_size = _find_text(loaded[0][1]).get("vocab_size", 0)
+    vocab_size = find_text(loaded[0][1]).get("vocab_size", 0)
     return weights, cache + _BATCH_TOKENS * vocab_size * (item_bytes + 4)
 
 
@@ -201,7 +201,7 @@ def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
 
 def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
     """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
-    text = _find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
+    text = find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
     parts, heads = read_parallelism(candidate)[0], text.get("num_key_value_heads") or text.get("num_attention_heads")
     return min(parts, heads) if heads else parts
 
@@ -237,7 +237,7 @@ def _plan_timing(
 
 def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *, has_gpu: bool) -> list[MemoryNeed]:
     tensors, config = read_folder(locate_checkpoint(checkpoint, root))
-    text, linears = _find_text(config), find_block_linears(tensors)
+    text, linears = find_text(config), find_block_linears(tensors)
     item_bytes = max((STORED_BYTES.get(info.dtype, 0) for info in tensors.values()), default=2)
     widest = max((info.shape[1] for info in linears.values()), default=0)
     largest = max((info.num_elements for info in linears.values()), default=0)

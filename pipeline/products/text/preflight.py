@@ -25,7 +25,7 @@ from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, rea
 from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.footprint import TYPE_BYTES, count_cache_bytes
-from pipeline.products.text.memory import read_folder
+from pipeline.products.text.memory import find_text, read_folder
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import (
@@ -152,8 +152,7 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
 
 def _check_heads(where: str, num_gpus: int, folder: Path) -> None:
     """Refuse GPUs among which the attention heads can't be shared evenly: vLLM would, after hours of other work."""
-    config = read_config(folder)
-    heads = (config.get("text_config") or config).get("num_attention_heads")  # of a composite model its text part
+    heads = find_text(read_config(folder)).get("num_attention_heads")
     if isinstance(heads, int) and heads % num_gpus:
         raise SettingsError(
             f"{where}.engine.tensor_parallel_size: expected a divisor of the {heads} attention heads of "
@@ -184,8 +183,7 @@ def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> N
 
 def _check_key_heads(folder: Path) -> None:
     """Refuse attention heads that can't be shared evenly among the heads of keys: transformers ends in a traceback."""
-    config = read_config(folder)
-    config = config.get("text_config") or config  # of a composite model
+    config = find_text(read_config(folder))
     heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads:
         raise CheckpointError(
@@ -196,8 +194,7 @@ def _check_key_heads(folder: Path) -> None:
 
 def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
     asked = product.serving.context_length
-    config = read_config(folder)
-    config = config.get("text_config") or config  # of a composite model
+    config = find_text(read_config(folder))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = config.get("max_position_embeddings")
     # a stretched position encoding reaches further than the number in its config may say
