@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,6 +27,7 @@ from pipeline.gate.wording import natural_key
 from pipeline.outcomes.reading import map_texts
 from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.joining import join_by_keys
 
 _NAME = ("id",)  # the part that tells a question within its eval alone
 
@@ -109,7 +110,7 @@ def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
 
 def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) -> list[CaseRecord]:
     """Give records that ask the same, but for white space, or are in one cluster already, one cluster."""
-    groups = _join(
+    groups = join_by_keys(
         len(records),
         (
             [("cluster", record.cluster), *question.own, *question.likes]
@@ -128,7 +129,7 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
 def drop_repeats(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
     """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
     repeats: dict[int, list[int]] = defaultdict(list)
-    groups = _join(len(questions), ([(key, question.target) for key in question.own] for question in questions))
+    groups = join_by_keys(len(questions), ([(key, question.target) for key in question.own] for question in questions))
     for i in sort_by_id(records):
         repeats[groups[i]].append(i)
     least = min(map(len, repeats.values()))
@@ -153,7 +154,7 @@ def format_alike(questions: Sequence[Question]) -> str | None:
     if not any(question.likes for question in questions):
         return None
     own, folded = (
-        len(set(_join(len(questions), keys)))
+        len(set(join_by_keys(len(questions), keys)))
         for keys in ((q.own for q in questions), (q.own + q.likes for q in questions))
     )
     return (
@@ -164,20 +165,3 @@ def format_alike(questions: Sequence[Question]) -> str | None:
             "changes nothing, ask each once, as copies hide the loss of others"
         )
     )
-
-
-def _join(num: int, keys: Iterable[Iterable[Hashable]]) -> list[int]:
-    """Return a number for each of `num` items: one for all that are connected by shared keys."""
-    parents = list(range(num))
-
-    def find(i: int) -> int:
-        while parents[i] != i:
-            parents[i] = parents[parents[i]]
-            i = parents[i]
-        return i
-
-    holders: dict[Hashable, int] = {}
-    for i, own in enumerate(keys):
-        for key in own:
-            parents[find(i)] = find(holders.setdefault(key, i))
-    return [find(i) for i in range(num)]

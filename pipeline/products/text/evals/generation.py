@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
-
 from pipeline.errors import RequestError, SettingsError
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Client, Reply
 from pipeline.records.digests import digest_json
+from pipeline.records.joining import join_by_keys
 from pipeline.records.record_files import Record
 from pipeline.records.speculation import SpeculationCounts
 
@@ -94,17 +93,14 @@ def join_repeats(
         clusters: as the documents say themselves; the first one's is that of all which are joined.
         num_fewshot: examples before a question. lm-eval draws others for each, so that documents are compared, too.
     """
-    graph = networkx.Graph()
-    for i, (document, arguments, own) in enumerate(zip(documents, asked, clusters, strict=True)):
-        graph.add_edges_from([(i, f"cluster {own}"), (i, f"asked {digest_json(list(arguments))}")])
-        if num_fewshot:
-            graph.add_edge(i, f"document {_digest_content(document)}")
-    joined = list(clusters)
-    for group in networkx.connected_components(graph):
-        places = sorted(node for node in group if isinstance(node, int))
-        for place in places:
-            joined[place] = clusters[places[0]]
-    return joined
+    keys = [
+        [("cluster", own), ("asked", digest_json(list(arguments)))]
+        + ([("document", _digest_content(document))] if num_fewshot else [])
+        for document, arguments, own in zip(documents, asked, clusters, strict=True)
+    ]
+    names: dict[int, str] = {}
+    groups = join_by_keys(len(keys), keys)
+    return [names.setdefault(group, own) for group, own in zip(groups, clusters, strict=True)]
 
 
 def _digest_content(document: Any) -> str:
