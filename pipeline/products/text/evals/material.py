@@ -80,16 +80,17 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
     )
-    documents = {(request.task_name, request.doc_id): request.doc for request in requests}
-    prompts: dict[tuple[str, Any], list[Any]] = {}
+    asking: dict[tuple[str, Any], list[Any]] = {}  # requests by their document
     for request in requests:
-        prompts.setdefault((request.task_name, request.doc_id), []).append(request.args)
-    own = list(map(name_cluster, documents.values()))
-    clusters = join_repeats(list(documents.values()), list(prompts.values()), own, num_fewshot=settings.num_fewshot)
+        asking.setdefault((request.task_name, request.doc_id), []).append(request)
+    documents = [some[0].doc for some in asking.values()]
+    prompts = [[request.args for request in some] for some in asking.values()]
+    own = list(map(name_cluster, documents))
+    clusters = join_repeats(documents, prompts, own, num_fewshot=settings.num_fewshot)
     return Task(
         digest,
         tuple({question.digest: question for question in questions}.values()),
-        tuple(zip(clusters, map(_list_buckets, documents.values()), strict=True)),
+        tuple(zip(clusters, map(_list_buckets, documents), strict=True)),
     )
 
 
@@ -218,13 +219,12 @@ def _load_tasks(manager: Any, settings: HarnessEval) -> dict[str, Any]:
 
     random.seed(0)  # a task's code may draw
     np.random.seed(FEWSHOT_SEED)
+    kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
     try:
         tasks: dict[str, Any] = manager.load([settings.task])["tasks"]
     except StopIteration:  # from `datasets`, without a word
-        kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
         raise FileNotFoundError(f"expected files with documents, found none or empty ones at {kwargs!r}") from None
     except UnicodeDecodeError as error:
-        kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
         raise ValueError(f"expected documents in UTF-8, got {error} in a file of {kwargs!r}") from None
     for task in tasks.values():
         if task.get_config("num_fewshot") != 0:
