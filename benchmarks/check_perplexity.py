@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.products.params import find_owner, load_params
-from pipeline.products.text.checkpoints import read_config
+from pipeline.products.text.model_config import read_config
 from pipeline.products.text.schemes import unpacks_to_bfloat16
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import HarnessEval, PerplexityEval, TextProduct

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.checkpoints import read_json
+from pipeline.products.text.model_config import read_json
 from pipeline.products.text.settings import TextProduct
 from pipeline.running.hub import locate_checkpoint
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from unittest.mock import patch
 from pipeline.errors import CheckpointError
 from pipeline.products.text.footprint import count_load_bytes
 from pipeline.products.text.layer_names import is_embedding, is_token_embedding, name_layer
+from pipeline.products.text.model_config import CONFIG_FILE, read_config, read_json, show_error
 from pipeline.products.text.schemes import StoredGroups, list_rounded
 from pipeline.products.text.stored_schemes import check_stored_schemes
 from pipeline.records.digests import digest_files, digest_json
@@ -32,7 +32,6 @@ from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
 from pipeline.settings.hub_names import parse_pinned
 
-CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PACKED = (".weight_packed", ".qweight")
@@ -161,16 +160,6 @@ def embedding_rows(folder: Path) -> int | None:
     return embedding.shape[0] if embedding else read_config(folder).get("vocab_size")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json: an object with a `model_type`."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a checkpoint folder, found none; correct the path or make it")
-    config = read_json(folder / CONFIG_FILE)
-    if not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{folder / CONFIG_FILE}: expected a `model_type`, got {config.get('model_type')!r}")
-    return config
-
-
 def detect_format(folder: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
     """Return "dense" or the quantisation format that config.json declares (one of `FORMATS`)."""
     settings = config.get("quantization_config")
@@ -259,7 +248,7 @@ def load_model(folder: Path, *, dtype: str, device: str | None = None) -> Any:
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         if problem := describe_gpu_failure(error, remedy="use a smaller dtype or a larger machine"):
             raise CheckpointError(f"{folder}: while it was loaded: {problem}") from error
-        raise CheckpointError(f"{folder}: transformers can't load it: {_one_line(error)}") from error
+        raise CheckpointError(f"{folder}: transformers can't load it: {show_error(error)}") from error
     for problem in ("missing", "mismatched", "unexpected"):
         # transformers fills missing tensors with random numbers and only logs it
         # a mismatched key comes with its two shapes
@@ -278,7 +267,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files surface as bare Exception from the tokenizer library
-        raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {_one_line(error)}") from error
+        raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {show_error(error)}") from error
 
 
 @contextlib.contextmanager
@@ -398,20 +387,3 @@ def _count_packed(words: TensorInfo, scale: TensorInfo | None, groups: StoredGro
     if scale is not None and size is not None and len(scale.shape) == 2:
         return scale.num_elements * size
     return words.num_bytes * 8 // groups.find_bits(layer)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a missing file, other JSON and damage are each a CheckpointError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected a file, found none; copy it from the source") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {_one_line(error)}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.products.text.model_config import find_text
 from pipeline.products.text.schemes import StoredGroups
 from pipeline.running.weight_files import TensorInfo
 
@@ -50,7 +51,7 @@ def count_load_bytes(
 
 def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_length: int, item_bytes: int = 2) -> int:
     """Count the bytes of the keys and values of requests at their longest; 0 for an unknown architecture."""
-    text = config.get("text_config") or config  # of a composite model
+    text = find_text(config)
     num_layers, num_heads = text.get("num_hidden_layers", 0), text.get("num_attention_heads", 0)
     head_dim = text.get("head_dim") or (text.get("hidden_size", 0) // num_heads if num_heads else 0)
     token_bytes = 2 * (text.get("num_key_value_heads") or num_heads) * head_dim * item_bytes

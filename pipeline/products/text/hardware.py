@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import SettingsError
-from pipeline.products.text.checkpoints import read_config
+from pipeline.products.text.model_config import read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme, read_format
 from pipeline.products.text.settings import CandidateSettings, QuantizeStep, TextProduct, VllmEngine
 from pipeline.running.hub import locate_checkpoint

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.footprint import (
     STORED_BYTES,
     TYPE_BYTES,
@@ -24,6 +23,7 @@ from pipeline.products.text.footprint import (
     find_block_linears,
     max_of_blocks,
 )
+from pipeline.products.text.model_config import find_text, read_config
 from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import (
     CandidateSettings,
@@ -119,11 +119,6 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(f"{path}: layer_types: expected a list of names, got {_show(kinds)}; copy it again")
     return tensors, config
-
-
-def find_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that is about text: of a composite model one of several, else the whole."""
-    return config.get("text_config") or config
 
 
 def _show(value: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.checkpoints import CONFIG_FILE, read_config, read_json
+from pipeline.products.text.model_config import CONFIG_FILE, read_config, read_json
 
 _TOKENIZER_FILE = "tokenizer_config.json"
 

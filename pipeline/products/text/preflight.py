@@ -21,11 +21,12 @@ from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.text.chat_templates import check_chat_template
-from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
+from pipeline.products.text.checkpoints import open_checkpoint
 from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.footprint import TYPE_BYTES, count_cache_bytes
-from pipeline.products.text.memory import find_text, read_folder
+from pipeline.products.text.memory import read_folder
+from pipeline.products.text.model_config import CONFIG_FILE, find_text, read_config, read_json
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import (

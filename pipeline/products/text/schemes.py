@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from pipeline.products.text.model_config import find_text
 from pipeline.settings.base import Settings
 
 _WORD_BITS = 32  # narrow integers are packed into int32
@@ -203,7 +204,7 @@ def shape_cache_scales(cache: Mapping[str, Any], config: Mapping[str, Any]) -> t
         cache: its numbers, in the fields of `NumberFormat`.
         config: config.json, of a composite model too.
     """
-    text = config.get("text_config") or config
+    text = find_text(config)
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
     return (heads, 1, 1) if cache.get("strategy") == "attn_head" else (1,)
 

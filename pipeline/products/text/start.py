@@ -15,7 +15,8 @@ from typing import Any
 from pipeline.errors import QuantizationError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
-from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint, read_config, read_json
+from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint
+from pipeline.products.text.model_config import find_text, read_config, read_json
 from pipeline.products.text.optimize.layers import GROUP_SIZES, plan_folder
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.hub import locate_checkpoint
@@ -144,8 +145,7 @@ def _choose_candidate(name: str, checkpoint: str, folder: Path) -> tuple[str, st
 
 
 def _choose_context(folder: Path) -> int:
-    config = read_config(folder)
-    limit = (config.get("text_config") or config).get("max_position_embeddings")  # of a composite model its text part
+    limit = find_text(read_config(folder)).get("max_position_embeddings")
     return min(limit, _MOST_CONTEXT) if isinstance(limit, int) else _MOST_CONTEXT
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
+from pipeline.products.text.checkpoints import detect_format, layer_shapes, tied_head
 from pipeline.products.text.layer_names import find_attention, name_layer
+from pipeline.products.text.model_config import find_text, read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
@@ -90,7 +91,7 @@ def check_source(folder: Path) -> None:
 
 def _find_experts(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
     """Name the setting or the tensor that shows a mixture of experts; None: there is none."""
-    for part in (config, config.get("text_config") or {}):  # of a composite model
+    for part in (config, find_text(config)):
         for key, value in part.items():
             if "experts" in key and "per_tok" not in key and isinstance(value, int) and value > 1:
                 return f"{key} {value}"

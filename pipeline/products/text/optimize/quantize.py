@@ -22,9 +22,9 @@ from pipeline.products.text.checkpoints import (
     load_model,
     load_tokenizer,
     open_checkpoint,
-    read_config,
     read_free_bytes,
 )
+from pipeline.products.text.model_config import read_config
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.kept_tensors import check_kept

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import read_config
 from pipeline.products.text.layer_names import name_layer
+from pipeline.products.text.model_config import read_config
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import CACHE_SCALES, NumberFormat

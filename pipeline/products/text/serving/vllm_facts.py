@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.products.text.checkpoints import read_json
+from pipeline.products.text.model_config import read_json
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import KERNEL_REPORT
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
