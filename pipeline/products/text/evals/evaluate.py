@@ -1,28 +1,22 @@
-"""Run every eval of one candidate through its endpoint and write the evaluation folder.
+"""Evaluate one candidate through its endpoint and write the evaluation folder.
 
-Evals run side by side: where the last cases of one leave a server idle, those of another fill it. Only lm-eval's
-tasks follow each other, as its settings are those of the process. Records are
-written to a temporary folder. It takes the place of the old one when every case of every eval has
-been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
-the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
-next run, not repeated. DVC removes the folder itself before each run. What shards of it finished (`replica.py`) is in
-the journal from the start.
+The endpoint starts while its evals are described; then it answers them (`eval_records.py`) and the canary. All is
+written to a temporary folder. It takes the place of the old one when every case of every eval has been judged. Then a
+copy of the folder takes the place of the journal, for the next run to take evals over from. DVC removes the folder
+itself before each run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.harm_stop import HarmWatch
 from pipeline.products.text.evals.canary import (
     ask_canary,
@@ -32,60 +26,28 @@ from pipeline.products.text.evals.canary import (
     write_canary,
 )
 from pipeline.products.text.evals.canary_prompts import Prompt
-from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.eval_records import Paths, Served, collect_records, make_served
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
-from pipeline.products.text.evals.places import Places
-from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
-from pipeline.products.text.serving.engines.engine import Engine, gather
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.vllm_config import counts_by_request
 from pipeline.products.text.serving.vllm_facts import read_drafts
-from pipeline.products.text.settings import TextProduct, TrajectoriesEval
-from pipeline.records.canary import CanaryPart, CanaryRecord
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.canary import CanaryRecord
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import (
     Candidate,
-    CaseRecord,
     EvalFile,
     Evaluation,
-    format_cut,
-    format_failures,
-    read_cases,
 )
 from pipeline.records.files import replace_folder, write_text
-from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.records.record_files import write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
-from pipeline.running.hub import locate_checkpoint
-from pipeline.running.journal import Journal, lock_candidate
-from pipeline.running.progress import tell_kept
-from pipeline.running.shards import Shards, find_shards
+from pipeline.running.journal import lock_candidate
+from pipeline.running.shards import find_shards
 from pipeline.running.tracing import TRACES, tolerate_failure
-from pipeline.settings.metrics import MetricDefinition
-
-
-class Paths:
-    """Where one candidate's evaluation lies, the one in the making, its journals, the last copy, the server logs."""
-
-    def __init__(self, build: Path, name: str) -> None:
-        self.target = build / "evaluations" / name
-        self.folder = self.target.with_name(f".{name}.tmp")
-        self.journals = build / "journal" / name
-        self.last = self.journals / "finished"
-        self.logs = build / "logs" / name
-
-
-@dataclass(frozen=True)
-class Served:
-    """An endpoint that runs already, and what it is asked, in as many cases at once as there are places."""
-
-    engine: Engine
-    client: Client
-    evals: list[EvalJob]
-    places: Places
-    canary: Sequence[CanaryPart] = ()  # what endpoints like it answered; it is asked what is missing
 
 
 async def evaluate_candidate(
@@ -115,11 +77,6 @@ async def evaluate_candidate(
     """
     with lock_candidate(build, candidate.name), ThreadPoolExecutor(1) as pool:
         return await _evaluate(candidate, product, watches or {}, pool, served, root=root, build=build)
-
-
-def make_served(candidate: Candidate, engine: Engine, client: Client, evals: list[EvalJob]) -> Served:
-    """Return an endpoint that has a place for each request that its servers may have in flight."""
-    return Served(engine, client, evals, Places(candidate.serving.concurrency * len(engine.base_urls)))
 
 
 def can_be_served(candidate: Candidate, product: TextProduct) -> bool:
@@ -152,9 +109,9 @@ async def _evaluate(
             elif candidate.serving.speculative is not None:
                 plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root, paths.logs)
             served = await stack.enter_async_context(_serve(candidate, product, describing, paths, root))
-        records = await _run_evals(candidate, served, paths, watches, shards, root)
+        records = await collect_records(served, paths, watches=watches, shards=shards, root=root)
         prompts = pick_canary(product, served.evals)
-        canary = merge_records(plain, await _run_canary(candidate, product, served, prompts))
+        canary = merge_records(plain, await _run_canary(product, served, prompts))
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
             speculation = await _read_drafts(served.client, candidate.serving)
@@ -200,48 +157,6 @@ async def _serve(
         yield make_served(candidate, engine, client, await asyncio.wrap_future(describing))
 
 
-async def _run_evals(
-    candidate: Candidate,
-    served: Served,
-    paths: Paths,
-    watches: Mapping[str, HarmWatch],
-    shards: Shards | None,
-    root: Path,
-) -> dict[str, list[CaseRecord]]:
-    """Return the records of each eval, asked or taken over.
-
-    Raises:
-        EvidenceError: cases could not be judged.
-    """
-    kept = _read_kept(paths.last, candidate, served.engine)
-
-    async def run(job: EvalJob) -> list[CaseRecord]:
-        watch = watches.get(job.name)
-        if (file := kept.get(job.name)) is not None and file.key == job.key:
-            return _take_over(paths, job, file, watch)
-        return await _run_eval(job, candidate, served, paths, watch, shards, root)
-
-    results = await gather(*map(run, served.evals))
-    records = {job.name: cases for job, cases in zip(served.evals, results, strict=True)}
-    _check_judged(candidate.name, records)
-    return records
-
-
-def _put_in_place(evaluation: Evaluation, paths: Paths) -> None:
-    """Write what says that an evaluation is whole; its folder takes the place of the last one, a copy the journal's."""
-    write_record(paths.folder / "evaluation.json", evaluation)
-    replace_folder(paths.folder, paths.target)
-    shutil.rmtree(paths.journals, ignore_errors=True)
-    shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
-
-
-async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCounts | None:
-    """Return what a vLLM that counts no drafts by request counted over all requests since its start, else None."""
-    if serving.speculative is None or serving.engine != "vllm" or counts_by_request(str(serving.version)):
-        return None
-    return read_drafts(await client.get_text("/metrics"), serving.speculative)
-
-
 async def _ask_plain(
     candidate: Candidate, product: TextProduct, evals: list[EvalJob], root: Path, logs: Path
 ) -> list[CanaryRecord]:
@@ -251,11 +166,11 @@ async def _ask_plain(
     off = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"speculative": None})})
     starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
     async with starting as (engine, client):
-        return await _run_canary(off, product, make_served(off, engine, client, evals), prompts, prefix="plain ")
+        return await _run_canary(product, make_served(off, engine, client, evals), prompts, prefix="plain ")
 
 
 async def _run_canary(
-    candidate: Candidate, product: TextProduct, served: Served, prompts: Sequence[Prompt], *, prefix: str = ""
+    product: TextProduct, served: Served, prompts: Sequence[Prompt], *, prefix: str = ""
 ) -> list[CanaryRecord]:
     """Ask what no other endpoint has answered, and measure the margins of all."""
     if not prompts:
@@ -268,7 +183,7 @@ async def _run_canary(
             served.client,
             missing,
             product.resources,
-            max_tokens=candidate.serving.max_tokens,
+            max_tokens=served.candidate.serving.max_tokens,
             prefix=prefix,
         )
         answered = join_parts(served.engine.fingerprint, [answered, asked])
@@ -277,118 +192,17 @@ async def _run_canary(
     return records
 
 
+async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCounts | None:
+    """Return what a vLLM that counts no drafts by request counted over all requests since its start, else None."""
+    if serving.speculative is None or serving.engine != "vllm" or counts_by_request(str(serving.version)):
+        return None
+    return read_drafts(await client.get_text("/metrics"), serving.speculative)
+
+
 def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
     for name, text in config.items():
         write_text(folder / "config" / name, text)
     return {name: digest_text(text) for name, text in config.items()}
-
-
-def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
-    """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
-    if candidate.serving.engine == "openai":
-        return {}  # what runs behind it now may be another model than then
-    try:
-        last = read_record(folder / "evaluation.json", Evaluation)
-    except (EvidenceError, NotADirectoryError):
-        return {}
-    return {
-        name: file
-        for name, file in last.evals.items()
-        if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)
-    }
-
-
-def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
-    seals = {f"{name}.jsonl": file.sha256} | ({f"{name}.npz": file.arrays_sha256} if file.arrays_sha256 else {})
-    return all((folder / path).is_file() and digest_file(folder / path) == sha256 for path, sha256 in seals.items())
-
-
-def _take_over(paths: Paths, job: EvalJob, file: EvalFile, watch: HarmWatch | None) -> list[CaseRecord]:
-    for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
-        shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
-    print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
-    tell_kept(job.name, file.num_cases)
-    records = read_cases(paths.folder / f"{job.name}.jsonl")
-    if watch is not None:
-        for record in records:
-            watch.add(record)
-    return records
-
-
-async def _run_eval(
-    job: EvalJob,
-    candidate: Candidate,
-    served: Served,
-    paths: Paths,
-    watch: HarmWatch | None,
-    shards: Shards | None,
-    root: Path,
-) -> list[CaseRecord]:
-    engine = served.engine
-    start = time.monotonic()
-    path = paths.journals / f"{job.name}.jsonl"
-    with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
-        if journal.num_torn_bytes:
-            print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
-        for problem in journal.damaged:
-            print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
-        if shards:
-            shards.merge(job.name, engine.facts, key=job.key, journal=journal)
-        context = replace(make_context(job, candidate, served, journal, root, paths.folder), watch=watch)
-        records = await EVALS[job.settings.kind](context)
-    if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
-        raise EngineError(
-            f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
-            f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
-        )
-    write_cases(paths.folder / f"{job.name}.jsonl", records)
-    shown = ", ".join(filter(None, (_format_headline(job.settings.metrics[0], records), format_cut(records))))
-    print(f"  {job.name}: n={len(records)}, {shown}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    return records
-
-
-def make_context(
-    job: EvalJob, candidate: Candidate, served: Served, journal: Journal, root: Path, folder: Path
-) -> EvalContext:
-    """Return what one eval of a candidate is given to work with."""
-    return EvalContext(
-        name=job.name,
-        settings=job.settings,
-        evalset=job.evalset,
-        client=served.client,
-        journal=journal,
-        checkpoint=locate_checkpoint(candidate.checkpoint.path, root),
-        folder=folder,
-        places=served.places,
-        max_tokens=candidate.serving.max_tokens,
-        context_length=candidate.serving.context_length,
-        fingerprint=served.engine.fingerprint,
-        num_turns=job.settings.max_turns if isinstance(job.settings, TrajectoriesEval) else 1,
-        is_plain=job.is_plain,
-    )
-
-
-def _format_headline(metric: MetricDefinition, records: list[CaseRecord]) -> str:
-    """Return the first metric of an eval as text; the gate computes the ones that count."""
-    judged = [r for r in records if r.failure is None]
-    if not judged:
-        return f"{metric.name} none"
-    total = math.fsum(r.scores[metric.score] for r in judged)
-    if metric.weight is None:
-        return f"{metric.name} {total / len(judged):.4f}"
-    ratio = total / math.fsum(r.scores[metric.weight] for r in judged)
-    return f"{metric.name} {math.exp(ratio) if metric.harm == 'relative' else ratio:.4f}"
-
-
-def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
-    problems = [
-        f"{eval_name}: {problem}" for eval_name, cases in records.items() if (problem := format_failures(cases))
-    ]
-    if problems:
-        raise EvidenceError(
-            f"{name}: {'; '.join(problems)}; the judged cases are kept, remove the cause and run "
-            "`dvc repro` to try the others again"
-        )
 
 
 def _build_eval_file(job: EvalJob, folder: Path, num_cases: int) -> EvalFile:
@@ -403,3 +217,11 @@ def _build_eval_file(job: EvalJob, folder: Path, num_cases: int) -> EvalFile:
         sha256=digest_file(records),
         arrays_sha256=digest_file(arrays) if arrays.is_file() else None,
     )
+
+
+def _put_in_place(evaluation: Evaluation, paths: Paths) -> None:
+    """Write what says that an evaluation is whole; its folder takes the place of the last one, a copy the journal's."""
+    write_record(paths.folder / "evaluation.json", evaluation)
+    replace_folder(paths.folder, paths.target)
+    shutil.rmtree(paths.journals, ignore_errors=True)
+    shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))

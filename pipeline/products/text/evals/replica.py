@@ -23,7 +23,8 @@ import uvloop
 from pipeline.errors import EvidenceError
 from pipeline.product import OpenReplica
 from pipeline.products.text.evals.canary import ask_canary
-from pipeline.products.text.evals.evaluate import Served, can_be_served, evaluate_candidate, make_context, make_served
+from pipeline.products.text.evals.eval_records import Served, make_context, make_served
+from pipeline.products.text.evals.evaluate import can_be_served, evaluate_candidate
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
 from pipeline.products.text.evals.registry import EVALS
 from pipeline.products.text.serving.engines.engine import gather
@@ -85,13 +86,13 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         await whole(served=replace(served, canary=canary))
 
     def run(shard: Shard) -> int:
-        return int(ask(partial(_run, candidate, AttemptFolder(build, candidate.name, shard), shard, root)))
+        return int(ask(partial(_run, AttemptFolder(build, candidate.name, shard), shard, root)))
 
     def prepare(number: int, count: int) -> bytes | None:
         # an attached server may be that of the other replicas, whose requests would be in flight beside those "alone"
         if not can_be_served(candidate, product) or candidate.serving.engine == "openai":
             return None
-        part: CanaryPart = ask(partial(_ask_part, candidate, product, number, count))
+        part: CanaryPart = ask(partial(_ask_part, product, number, count))
         return part.model_dump_json().encode()
 
     def finish(prepared: Sequence[bytes]) -> None:
@@ -113,7 +114,7 @@ def open_replica(candidate: Candidate, product: TextProduct, *, root: Path, buil
         serving.result()
 
 
-async def _run(candidate: Candidate, attempt: AttemptFolder, shard: Shard, root: Path, served: Served) -> int:
+async def _run(attempt: AttemptFolder, shard: Shard, root: Path, served: Served) -> int:
     """Ask the cases of a shard, evals side by side."""
 
     async def run(job: EvalJob) -> str:
@@ -121,18 +122,18 @@ async def _run(candidate: Candidate, attempt: AttemptFolder, shard: Shard, root:
             attempt.open_journal(job.name, served.engine.facts, key=job.key) as journal,
             TemporaryDirectory() as unused,  # arrays of all cases are made of what the journal holds of each
         ):
-            context = make_context(job, candidate, served, journal, root, Path(unused))
+            context = make_context(job, served, journal, root=root, folder=Path(unused))
             problem = format_failures(await EVALS[job.settings.kind](replace(context, shard=shard)))
         return f"{job.name}: {problem}" if problem else ""
 
     if problems := [problem for problem in await gather(*map(run, served.evals)) if problem]:
-        raise EvidenceError(f"{candidate.name}: shard {shard}: {'; '.join(problems)}; the judged cases are kept")
+        raise EvidenceError(f"{served.candidate.name}: shard {shard}: {'; '.join(problems)}; the judged cases are kept")
     return attempt.finish()
 
 
-async def _ask_part(candidate: Candidate, product: TextProduct, number: int, count: int, served: Served) -> CanaryPart:
+async def _ask_part(product: TextProduct, number: int, count: int, served: Served) -> CanaryPart:
     """Ask one of `count` parts of the canary's prompts; `number` counts from 1."""
     prompts = pick_canary(product, served.evals)
     part = {place: prompts[place] for place in range(number - 1, len(prompts), count)}
-    limit = candidate.serving.max_tokens
+    limit = served.candidate.serving.max_tokens
     return await ask_canary(served.engine, served.client, part, product.resources, max_tokens=limit)
