@@ -40,7 +40,8 @@ from typing import Any
 from benchmarks.texts import load_calibration_texts
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.params import load_params
-from pipeline.products.text.checkpoints import embedding_rows, load_tokenizer
+from pipeline.products.text.checkpoints import embedding_rows
+from pipeline.products.text.model_loading import load_tokenizer
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct

@@ -38,9 +38,10 @@ from typing import Any
 from benchmarks.check_perplexity import run_lm_eval
 from benchmarks.schemes import MIXES, NAMES, make
 from pipeline.evalsets.cards import load_evalset
-from pipeline.products.text.checkpoints import load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.model_config import read_config
+from pipeline.products.text.model_loading import load_tokenizer
 from pipeline.products.text.schemes import PRESETS, unpacks_to_bfloat16
 from pipeline.products.text.serving.engines import registry as engines
 from pipeline.products.text.settings import EvalSettings, PerplexityEval, ResourceSettings, ToolCallsEval

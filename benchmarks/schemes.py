@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.texts import load_calibration_texts
 from pipeline.evalsets.cards import load_evalset
-from pipeline.products.text.checkpoints import layer_shapes, load_model, load_tokenizer
+from pipeline.products.text.checkpoints import layer_shapes
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep

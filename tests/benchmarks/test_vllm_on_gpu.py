@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import vllm_on_gpu
 from benchmarks.vllm_runs import compare_answers, count_weight_bytes, make_prompts
-from pipeline.products.text.checkpoints import read_tensors
 from pipeline.products.text.serving.answers import Reply
+from pipeline.running.weight_files import read_tensors
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.paths import ROOT
 

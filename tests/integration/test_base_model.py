@@ -20,9 +20,10 @@ from tokenizers.processors import TemplateProcessing
 from pipeline.errors import SettingsError
 from pipeline.products.text.benchmark import matched_work
 from pipeline.products.text.benchmark.matched_work import run_benchmark
-from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.material import index_tasks, read_fresh
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, format_cut, read_cases

@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers.processors import TemplateProcessing
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.products.text.checkpoints import load_model, load_tokenizer
 from pipeline.products.text.evals import perplexity
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.places import Places
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.optimize.calibration import encode
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from pipeline.products.text.checkpoints import load_model, load_tokenizer
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.serving.answers import Reply, read_completion
 from pipeline.products.text.serving.generation import StopStrings
 from pipeline.records.evaluations import Candidate

@@ -18,7 +18,8 @@ import pytest
 from pipeline.errors import CheckpointError, QuantizationError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import get_product, parse_params
-from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.optimize import candidate as candidate_module
 from pipeline.products.text.optimize import quantize as quantize_module
 from pipeline.products.text.optimize.coverage import check_coverage

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError, QuantgateError, QuantizationError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import load_model, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
+from pipeline.products.text.model_loading import load_model
 from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize import quantize as quantize_module
 from pipeline.products.text.optimize.coverage import check_coverage

@@ -25,9 +25,10 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import EngineError, RequestError
-from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals.canary_prompts import Prompt
 from pipeline.products.text.evals.trace import trace_engine
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import registry as engines
 from pipeline.products.text.serving.engines import transformers

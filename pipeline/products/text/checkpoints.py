@@ -2,39 +2,30 @@
 
 A pinned model of a hub is such a folder once it is in the cache (`pipeline.running.hub`).
 
-Everything but the two loaders reads JSON and safetensors headers only, so settings can be checked
-against a checkpoint in milliseconds and without torch. The loaders use plain transformers, as does
-the embedded engine, so what they refuse could not be served either.
+Reads JSON and safetensors headers only, so settings can be checked against a checkpoint in milliseconds and without
+torch. The record alone may need the tokenizer loaded, where its size stands in no JSON.
 
-Not covered: adapters, models that bring code of their own, and writing weights
+Not covered: loading weights (`model_loading.py`), adapters, and writing weights
 (`pipeline.products.text.optimize`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.footprint import count_load_bytes
 from pipeline.products.text.layer_names import is_embedding, is_token_embedding, name_layer
-from pipeline.products.text.model_config import CONFIG_FILE, read_config, read_json, show_error
+from pipeline.products.text.model_config import CONFIG_FILE, PACKED, detect_format, read_config, read_json
+from pipeline.products.text.model_loading import load_tokenizer
 from pipeline.products.text.schemes import StoredGroups, list_rounded
 from pipeline.products.text.stored_schemes import check_stored_schemes
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
-from pipeline.running.environment import count_memory_mib, read_available_mib
-from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
 from pipeline.settings.hub_names import parse_pinned
 
-FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_PACKED = (".weight_packed", ".qweight")
 # what belongs to a quantised weight, an input or a cache, and is no weight itself
 _SIDE_TENSORS = ("_scale", "_zero_point", ".weight_shape", "g_idx", ".qzeros", ".scales")
 _HEAD = "lm_head.weight"
@@ -160,143 +151,6 @@ def embedding_rows(folder: Path) -> int | None:
     return embedding.shape[0] if embedding else read_config(folder).get("vocab_size")
 
 
-def detect_format(folder: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
-    """Return "dense" or the quantisation format that config.json declares (one of `FORMATS`)."""
-    settings = config.get("quantization_config")
-    if settings is None:
-        if packed := next((n for n in tensors if n.endswith(_PACKED)), None):
-            raise CheckpointError(
-                f"{folder}: tensor {packed!r} is packed, but {CONFIG_FILE} has no `quantization_config`; "
-                "add the settings it was quantised with"
-            )
-        return "dense"
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method not in FORMATS[1:]:
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE}: quantization_config.quant_method: expected one of "
-            f"{', '.join(FORMATS[1:])}, got {method!r}"
-        )
-    return str(method)
-
-
-def estimate_load_bytes(folder: Path, *, dtype: str) -> int:
-    """Estimate the memory that the loaded weights take, in bytes, without loading them.
-
-    Packed weights count as unpacked, because transformers unpacks compressed-tensors.
-
-    Args:
-        folder: the checkpoint.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
-    """
-    return count_load_bytes(read_tensors(folder), read_config(folder), dtype=dtype)
-
-
-def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None) -> None:
-    """Refuse a checkpoint whose weights alone would not fit in the memory that is free.
-
-    Args:
-        folder: the checkpoint.
-        dtype: the number format that it would be loaded in.
-        available_bytes: free memory; None asks the operating system.
-    """
-    needed = estimate_load_bytes(folder, dtype=dtype)
-    free = read_free_bytes("cpu") if available_bytes is None else available_bytes
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: its weights need {needed / 2**30:.2f} GiB in {dtype}, only {free / 2**30:.2f} GiB are free; "
-            "use a smaller dtype or a larger machine"
-        )
-
-
-def read_free_bytes(device: str) -> int:
-    """Return the memory in bytes that is free on a device of torch: "cpu", or a GPU."""
-    if device == "cpu":
-        return read_available_mib(count_memory_mib()) << 20
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def load_model(folder: Path, *, dtype: str, device: str | None = None) -> Any:
-    """Load a checkpoint with plain transformers, in eval mode, and refuse incomplete weights.
-
-    Args:
-        folder: a checkpoint in one of `FORMATS`.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
-        device: such as "cuda:0": weights go there file by file, without a copy in the host's memory. None: the CPU.
-
-    Raises:
-        CheckpointError: it does not fit in memory, a kernel package is missing, or transformers refuses it. Or a
-            tensor is missing or has another shape than config.json says.
-    """
-    check_memory(folder, dtype=dtype, available_bytes=read_free_bytes(device) if device else None)
-    check_kernels(folder)
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with hide_progress_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                device_map=None if device is None else {"": device},
-                local_files_only=True,
-                trust_remote_code=False,  # without it transformers asks at the terminal
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
-            )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        if problem := describe_gpu_failure(error, remedy="use a smaller dtype or a larger machine"):
-            raise CheckpointError(f"{folder}: while it was loaded: {problem}") from error
-        raise CheckpointError(f"{folder}: transformers can't load it: {show_error(error)}") from error
-    for problem in ("missing", "mismatched", "unexpected"):
-        # transformers fills missing tensors with random numbers and only logs it
-        # a mismatched key comes with its two shapes
-        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys") or ()):
-            raise CheckpointError(
-                f"{folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
-                "do not belong together"
-            )
-    return model.eval()
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Load a checkpoint's tokenizer with plain transformers."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files surface as bare Exception from the tokenizer library
-        raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {show_error(error)}") from error
-
-
-@contextlib.contextmanager
-def hide_progress_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers and compressed-tensors out of logs."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
-
-    make = tqdm.__init__
-
-    def make_hidden(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs | {"disable": True})
-
-    with patch.object(tqdm, "__init__", make_hidden):
-        yield
-
-
-def check_kernels(folder: Path) -> None:
-    """Refuse a format whose kernels are in a package that is not installed, and say which."""
-    config = read_config(folder)
-    method = detect_format(folder, config, read_tensors(folder))
-    if method not in ("gptq", "awq") or importlib.util.find_spec("gptqmodel"):
-        return
-    other = ", or convert it with compressed_tensors' AutoAWQ converter" if method == "awq" else ""
-    raise CheckpointError(
-        f"{folder}: {method!r} weights need the package gptqmodel, which is not installed; "
-        f"`pip install gptqmodel==7.6.0 optimum==2.3.0`{other}"
-    )
-
-
 def _check_sizes(folder: Path, config: dict[str, Any], embedding: TensorInfo | None) -> None:
     # of a composite model the text part's config would count, and no name shows which embedding is the text's
     if embedding is None or len(embedding.shape) != 2 or "text_config" in config:
@@ -373,7 +227,7 @@ def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
 def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> int:
     groups, total = StoredGroups(config.get("quantization_config") or {}), 0
     for name, info in tensors.items():
-        if name.endswith(_PACKED):
+        if name.endswith(PACKED):
             layer = name.rpartition(".")[0]
             total += _count_packed(info, tensors.get(f"{layer}.weight_scale"), groups, layer)
         elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):

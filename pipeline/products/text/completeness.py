@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SettingsError
-from pipeline.products.text.checkpoints import hide_progress_bars
 from pipeline.products.text.model_config import CONFIG_FILE, read_config
+from pipeline.products.text.model_loading import hide_progress_bars
 from pipeline.records.digests import digest_json
 from pipeline.records.files import write_text
 from pipeline.running.quiet import silence_torchao

@@ -1,4 +1,4 @@
-"""Read a checkpoint's config.json, and find in it what is about text.
+"""Read a checkpoint's config.json, and find in it what is about text and how weights are stored.
 
 What reads headers and what loads weights both import it. Whether config.json fits the weights is asked in
 `checkpoints.py`.
@@ -7,13 +7,15 @@ What reads headers and what loads weights both import it. Whether config.json fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
+FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
+PACKED = (".weight_packed", ".qweight")  # ends of the names of tensors that hold packed weights
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -33,6 +35,34 @@ def read_config(folder: Path) -> dict[str, Any]:
 def find_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json that is about text: of a composite model one of several, else the whole."""
     return config.get("text_config") or config
+
+
+def detect_format(folder: Path, config: Mapping[str, Any], tensors: Iterable[str]) -> str:
+    """Return "dense" or the quantisation format that config.json declares (one of `FORMATS`).
+
+    Args:
+        folder: the checkpoint.
+        config: its config.json.
+        tensors: the names of what it stores.
+
+    Raises:
+        CheckpointError: the format is another one, or tensors are packed and none is declared.
+    """
+    settings = config.get("quantization_config")
+    if settings is None:
+        if packed := next((n for n in tensors if n.endswith(PACKED)), None):
+            raise CheckpointError(
+                f"{folder}: tensor {packed!r} is packed, but {CONFIG_FILE} has no `quantization_config`; "
+                "add the settings it was quantised with"
+            )
+        return "dense"
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method not in FORMATS[1:]:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: quantization_config.quant_method: expected one of "
+            f"{', '.join(FORMATS[1:])}, got {method!r}"
+        )
+    return str(method)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from pipeline.errors import EngineError, QuantizationError
-from pipeline.products.text.checkpoints import (
-    estimate_load_bytes,
-    layer_shapes,
-    load_model,
-    open_checkpoint,
-    read_checkpoint,
-    tied_head,
-)
+from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint, read_checkpoint, tied_head
+from pipeline.products.text.model_loading import estimate_load_bytes, load_model
 from pipeline.products.text.optimize.layers import check_source, plan_folder
 from pipeline.products.text.serving import paged_attention
 from pipeline.products.text.serving.app import Server

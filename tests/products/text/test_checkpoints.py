@@ -13,16 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.checkpoints import (
-    check_memory,
-    check_tied_head,
-    estimate_load_bytes,
-    layer_shapes,
-    load_model,
-    load_tokenizer,
-    open_checkpoint,
-    read_checkpoint,
-)
+from pipeline.products.text.checkpoints import check_tied_head, layer_shapes, open_checkpoint, read_checkpoint
+from pipeline.products.text.model_loading import check_memory, estimate_load_bytes, load_model, load_tokenizer
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 from tests.fakes.tiny_llama import write_tiny_llama
 

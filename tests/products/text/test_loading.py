@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.products.text.checkpoints import estimate_load_bytes, load_model, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
+from pipeline.products.text.model_loading import estimate_load_bytes, load_model
 from pipeline.products.text.serving import loading
 from pipeline.products.text.serving.sizing import DeviceFacts
 from pipeline.records.evaluations import Candidate

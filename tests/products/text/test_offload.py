@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.products.text.checkpoints import load_model
+from pipeline.products.text.model_loading import load_model
 from pipeline.products.text.serving.loading import load_candidate
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig

@@ -20,7 +20,8 @@ import pipeline.products.text.preflight
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import choose_product, load_params, parse_params
-from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
+from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_file

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text import checkpoints
-from pipeline.products.text.checkpoints import load_model
+from pipeline.products.text import model_loading
+from pipeline.products.text.model_loading import load_model
 from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
@@ -35,7 +35,7 @@ def test_device_follows_what_is_free(
 
 def test_a_named_device_gets_the_weights_directly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(checkpoints, "check_memory", lambda folder, **options: asked.append(options))
+    monkeypatch.setattr(model_loading, "check_memory", lambda folder, **options: asked.append(options))
     model = load_model(folder, dtype="float32", device="cpu")
     assert model.device.type == "cpu"
     assert asked[0]["available_bytes"] > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.products.text.checkpoints import load_model
+from pipeline.products.text.model_loading import load_model
 from pipeline.products.text.serving import scoring
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
 from tests.fakes.tiny_llama import write_tiny_llama

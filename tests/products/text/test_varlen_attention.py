@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from pipeline.products.text.checkpoints import load_model
+from pipeline.products.text.model_loading import load_model
 from pipeline.products.text.serving import varlen_attention
 from tests.fakes.tiny_llama import write_tiny_llama
 

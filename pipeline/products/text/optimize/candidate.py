@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import check_kernels, check_tied_head, open_checkpoint, read_checkpoint
+from pipeline.products.text.checkpoints import check_tied_head, open_checkpoint, read_checkpoint
+from pipeline.products.text.model_loading import check_kernels
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep

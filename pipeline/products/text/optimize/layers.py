@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import detect_format, layer_shapes, tied_head
+from pipeline.products.text.checkpoints import layer_shapes, tied_head
 from pipeline.products.text.layer_names import find_attention, name_layer
-from pipeline.products.text.model_config import find_text, read_config
+from pipeline.products.text.model_config import detect_format, find_text, read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors

@@ -40,7 +40,7 @@ from loguru import logger
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from pipeline.errors import QuantizationError
-from pipeline.products.text.checkpoints import hide_progress_bars
+from pipeline.products.text.model_loading import hide_progress_bars
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme

@@ -15,16 +15,15 @@ from typing import Any
 
 from pipeline.errors import QuantgateError, QuantizationError
 from pipeline.evalsets.cards import Evalset
-from pipeline.products.text.checkpoints import (
-    embedding_rows,
+from pipeline.products.text.checkpoints import embedding_rows, open_checkpoint
+from pipeline.products.text.model_config import read_config
+from pipeline.products.text.model_loading import (
     estimate_load_bytes,
     hide_progress_bars,
     load_model,
     load_tokenizer,
-    open_checkpoint,
     read_free_bytes,
 )
-from pipeline.products.text.model_config import read_config
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.kept_tensors import check_kept

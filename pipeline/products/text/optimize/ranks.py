@@ -112,7 +112,7 @@ def _quantize(rank: int, order: RankOrder) -> StepLog:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from pipeline.products.text.checkpoints import hide_progress_bars, load_tokenizer
+    from pipeline.products.text.model_loading import hide_progress_bars, load_tokenizer
     from pipeline.products.text.optimize.llm_compressor import build_recipe, run_recipe, save_compressed
 
     logging.set_verbosity_error()  # ranks but the first load no weights, and are given them

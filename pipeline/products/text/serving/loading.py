@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.products.text.checkpoints import estimate_load_bytes, load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.model_config import read_config
+from pipeline.products.text.model_loading import estimate_load_bytes, load_model, load_tokenizer
 from pipeline.products.text.schemes import read_format, unpacks_to_bfloat16
 from pipeline.products.text.serving.batching import Batching, plan_batching
 from pipeline.products.text.serving.sizing import check_room, read_device
