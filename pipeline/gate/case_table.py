@@ -54,6 +54,10 @@ class _Content:
                 found.setdefault(bucket, []).append(i)
         return {bucket: np.array(places, dtype=np.int64) for bucket, places in found.items()}
 
+    @cached_property
+    def guesses(self) -> Floats:
+        return np.array([1 / r.num_choices if r.num_choices else 0.0 for r in self.records])
+
 
 class CaseTable(Sequence[CaseRecord]):
     """The records of one eval; see the module for what it adds to a list of them."""
@@ -172,6 +176,10 @@ class CaseTable(Sequence[CaseRecord]):
         if bucket is None:
             return np.arange(len(self))
         return self._content.positions.get(bucket, np.empty(0, dtype=np.int64))
+
+    def expect_guesses(self, bucket: str | None) -> float:
+        """Return the share of a bucket's cases that guessing gets right: one of its choices, and no free answer."""
+        return float(self._content.guesses[self.locate(bucket)].mean())
 
     def scores(self, key: str, *, where: str) -> Floats:
         """Return one score of every case.

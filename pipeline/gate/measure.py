@@ -270,6 +270,31 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
         )
 
 
+def explain_guesses(
+    measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord]
+) -> str | None:
+    """Say of a gated share of right choices that a candidate which guesses would lose no more than is tolerated.
+
+    The pass is none the less what was asked for, so nothing is refused: other metrics may hold what this one can't.
+
+    Args:
+        records: the reference's of the whole eval.
+
+    Returns:
+        None: a loss can show, or answers are free.
+    """
+    m = measurement
+    if m.tolerance is None or not definition.is_choice:
+        return None
+    guesses = CaseTable.of(records).expect_guesses(m.bucket)
+    if guesses == 0 or m.reference > guesses + m.tolerance:
+        return None
+    return (
+        f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of {m.n:,} cases "
+        f"and guessing in {round(guesses * m.n):,}, so a loss of all that it knows would pass; look at the evalset"
+    )
+
+
 def _compare_scores(
     reference: Scores,
     candidate: Scores,

@@ -62,6 +62,7 @@ class Case:
         tells: parts of `asked`, alone or together, that tell the question: cases that are equal in one of these ask
             the same. The part `target`, where there is one, is what is expected.
         scores: by name; anything that the file may hold.
+        num_choices: of how many choices the answer is one; 0: it is free, or nobody knows.
         fields: what a `Grouping` may name.
     """
 
@@ -74,6 +75,7 @@ class Case:
     buckets: tuple[str, ...] = ()
     prompt: str = ""
     output: str = ""
+    num_choices: int = 0
     failure: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     question: Question = Question((), "")  # known when it is condensed
@@ -264,6 +266,7 @@ def _make_record(case: Case, digest: str, numeric: set[str], problems: dict[str,
         buckets=case.buckets,
         prompt=clean(case.prompt),
         output=clean(case.output),
+        num_choices=case.num_choices,
         scores={} if case.failure else scores,
         failure=clean(case.failure) if case.failure else case.failure,
         fingerprint="",

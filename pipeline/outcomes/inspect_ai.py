@@ -247,6 +247,7 @@ def _read_case(sample: Any, where: str) -> Case:
         tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup", "sandbox") if part in asked)),
         prompt=_show_input(sample["input"]),
         failure=failure,
+        num_choices=len(choices) if isinstance(choices := sample.get("choices"), list) else 0,
         output=str(output.get("completion", "")) if isinstance(output, dict) else "",
         fields=metadata if isinstance(metadata, dict) else {},
     )

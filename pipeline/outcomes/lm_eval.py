@@ -130,6 +130,7 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first),
+        num_choices=_count_choices(first),
         fields=document,
     )
 
@@ -176,6 +177,13 @@ def _describe_answer(sample: dict[str, Any]) -> str:
         return ""
     best = max(range(len(likelihoods)), key=lambda i: likelihoods[i] or 0.0)
     return str(requests[best].get("arg_1", "")).strip()
+
+
+def _count_choices(sample: dict[str, Any]) -> int:
+    """Return how many continuations are scored for a question; 0: its answer is free."""
+    num = sum("arg_1" in request for request in _list_requests(sample))
+    asks = 2 if "acc_mutual_info" in sample else 1  # that scores each without its question, too
+    return num // asks if num > 1 else 0
 
 
 def _describe_code(config: Any) -> Any:

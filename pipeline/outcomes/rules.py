@@ -34,6 +34,7 @@ from pipeline.settings.yaml_files import read_yaml
 
 DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
 DEFAULT_ALPHA = 0.05
+_CHOICES = ("acc", "acc_norm", "acc_mutual_info", "choice")  # of lm-eval and inspect_ai: right ones among those given
 _PLAIN_NAMES = {SCORE, "label", "rate", "rating", "result", "value"}  # of which only the file tells what is counted
 
 
@@ -276,7 +277,8 @@ def _define_metric(name: str, ours: Outcomes, theirs: Outcomes, better: Directio
             f"{name}=higher or --better {name}=lower"
         )
     if is_rate:
-        return MetricDefinition(name, "proportion", name, direction, "")
+        is_choice = name.partition(",")[0] in _CHOICES
+        return MetricDefinition(name, "proportion", name, direction, "", is_choice=is_choice)
     return GradedScore(name, "ratio" if ours.weight else "mean", name, direction, "", weight=ours.weight)
 
 

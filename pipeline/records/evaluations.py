@@ -121,8 +121,8 @@ class NetworkCandidate(LocalCandidate):
     serving: NetworkServing
 
 
-def _is_empty(text: str) -> bool:
-    return not text
+def _is_empty(value: str | int) -> bool:
+    return not value
 
 
 class CaseRecord(Record):
@@ -143,6 +143,8 @@ class CaseRecord(Record):
     answer: str = Field(default="", exclude_if=_is_empty)
     # as above: the setting that ended an answer before the model or a stop string did
     cut_by: str = Field(default="", exclude_if=_is_empty)
+    # as above: of how many choices the answer is one, where they are given
+    num_choices: int = Field(default=0, ge=0, exclude_if=_is_empty)
     scores: dict[str, float] = {}
     failure: str | None = None
     latency_s: float = 0.0

@@ -30,6 +30,7 @@ class MetricDefinition:
         area: of the objects that an average precision covers, a key of `AREAS`.
         iou: threshold of an average precision; None is the mean over COCO's ten.
         is_validity: whether an output is one at all, as NaN or a black picture is not: a fact, whatever chance does.
+        is_choice: whether it counts right choices among those that a case gives, so that guessing gets some.
     """
 
     name: str
@@ -43,6 +44,7 @@ class MetricDefinition:
     area: str = "all"
     iou: float | None = None
     is_validity: bool = False
+    is_choice: bool = False
 
     @property
     def sign(self) -> float:

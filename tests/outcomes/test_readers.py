@@ -65,6 +65,22 @@ def test_lm_eval_choice_is_shown_as_the_likeliest_one() -> None:
     assert found.records[0].output == "By van it takes 24 days to Oslo, and 13 with heat."
 
 
+def test_how_many_choices_a_question_gives(tmp_path: Path) -> None:
+    choices = REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl"
+    assert {r.num_choices for r in read_one(choices).records} == {4}
+    assert {r.num_choices for r in read_one(SAMPLES).records} == {0}
+    rows = load_lines(choices)
+    for row in rows:  # each choice once more, without the question
+        asked = row["arguments"]
+        row["arguments"] = asked | {f"gen_args_{4 + i}": a | {"arg_0": ""} for i, a in enumerate(asked.values())}
+        row["acc_mutual_info"] = 1.0
+    assert {r.num_choices for r in read_one(write_lines(tmp_path / choices.name, rows)).records} == {4}
+    log = json.loads((REAL / "sums.json").read_text())
+    log["samples"][0]["choices"] = ["1", "2", "3"]
+    (tmp_path / "log.json").write_text(json.dumps(log))
+    assert [r.num_choices for r in read_one(tmp_path / "log.json").records][:2] == [3, 0]
+
+
 def test_lm_eval_perplexity_is_a_ratio_over_words() -> None:
     found = read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl")
     perplexity = found.definitions["word_perplexity"]

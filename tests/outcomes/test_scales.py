@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,27 @@ def test_graded_scores_that_large_clusters_may_hide_are_not_proven(
     sides = [write_outcomes(tmp_path / f"{side}.csv", scores, **columns) for side in "ab"]
     code, said = run("compare", *sides, "--better", "score=higher", "--tolerance", "0.08", capsys=capsys)
     assert code == 10 and "weigh as much as 22 of equal size" in said, said
+
+
+@pytest.mark.parametrize(
+    ("metric", "num_choices", "guessed"), [("acc", 4, 75), ("acc", 2, 150), ("acc", 5, None), ("polite", 4, None)]
+)
+def test_right_choices_are_set_against_those_of_guessing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, num_choices: int, guessed: int | None
+) -> None:
+    sides = []
+    for name in ("a", "b"):
+        path = write_samples(tmp_path / name, num=N, task="quiz")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for i, row in enumerate(rows):
+            row["arguments"] = {f"gen_args_{k}": {"arg_0": f"quiz {i}", "arg_1": f" {k}"} for k in range(num_choices)}
+            row["resps"] = row["filtered_resps"] = [[-float(k + (name == "b")), False] for k in range(num_choices)]
+            del row["exact_match"]
+            row[metric] = float(i % 25 < 7)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sides.append(path)
+    said = " ".join(
+        run("compare", *sides, "--metric", metric, "--better", f"{metric}=higher", capsys=capsys)[1].split()
+    )
+    expected = f"the reference is right in 84 of 300 cases and guessing in {guessed}, so a loss"
+    assert expected in said if guessed else "guessing" not in said

@@ -14,7 +14,7 @@ PERPLEXITY = (
     ),
     MetricDefinition("top1_change_rate", "ratio", "num_top1_changes", "lower", "", weight="num_tokens", is_gated=False),
 )
-HARNESS = (MetricDefinition("accuracy", "proportion", "accuracy", "higher", ""),)
+HARNESS = (MetricDefinition("accuracy", "proportion", "accuracy", "higher", "", is_choice=True),)
 TOOL_CALLS = (
     MetricDefinition("tool_call_exact_match", "proportion", "exact", "higher", ""),
     MetricDefinition("tool_call_accepted_rate", "proportion", "accepted", "higher", ""),

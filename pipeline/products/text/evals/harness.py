@@ -161,10 +161,18 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         buckets=tuple(document.get("buckets", ())),
         prompt=str(sample["arguments"][0][0]),
         output=_format_answer(sample),
+        num_choices=_count_choices(sample),
         scores={"accuracy": float(sample[metric])},
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )
+
+
+def _count_choices(sample: dict[str, Any]) -> int:
+    """Return how many choices a question gives; 0: its answer is free."""
+    num = len(sample["arguments"])
+    asks = 2 if "acc_mutual_info" in sample else 1  # that scores each without its question, too
+    return num // asks if num > 1 else 0
 
 
 def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: list[CaseRecord]) -> list[CaseRecord]:
