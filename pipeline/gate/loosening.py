@@ -13,7 +13,6 @@ to as well. Not seen: the engine and steps of a candidate, which is what is judg
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,12 +22,12 @@ from pydantic import BaseModel
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
-from pipeline.records.digests import digest_json
+from pipeline.records.checksums import SUMS, read_sums
+from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.files import read_bounded
 from pipeline.settings.base import RELEASE
 
 MANIFEST = "manifest.json"
-SUMS = "SHA256SUMS"  # beside it, with its digest
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
 # of a serving config
 _ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_env"}
@@ -86,12 +85,12 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
 def _check_unchanged(manifest: bytes, path: Path) -> None:
     """Refuse a manifest that the sums beside it have another digest of; where they have none, nobody can say."""
     sums = path.with_name(SUMS)
-    listed = read_bounded(sums).decode(errors="replace").split("\n") if sums.is_file() else []
-    digests = [line.partition("  ")[0] for line in listed if line.partition("  ")[2] == path.name]
-    found = hashlib.sha256(manifest).hexdigest()
-    if digests and digests[0] != found:
+    listed = read_sums(read_bounded(sums).decode(errors="replace")) if sums.is_file() else ()
+    said = next((digest for name, digest in listed if name == path.name), None)
+    found = digest_bytes(manifest)
+    if said is not None and said != found:
         raise EvidenceError(
-            f"{path}: expected sha256 {digests[0][:12]}, as {sums.name} says, got {found[:12]}; it was changed since "
+            f"{path}: expected sha256 {said[:12]}, as {sums.name} says, got {found[:12]}; it was changed since "
             "the release; take both from the commit of the release again"
         )
 

@@ -8,7 +8,6 @@ aligned lists. No statistics here; a regression is not a problem of evidence.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
 from pipeline.records.detections import MatchTable, load_matches
+from pipeline.records.digests import digest_bytes
 from pipeline.records.evaluations import (
     Candidate,
     CaseRecord,
@@ -206,7 +206,7 @@ def _read_sealed(path: Path, sha256: str, what: str) -> bytes:
     if not path.is_file():
         raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
     data = path.read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != sha256:
+    if (found := digest_bytes(data)) != sha256:
         raise EvidenceError(
             f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
             f"the {what} were edited or cut after they were written"

@@ -25,9 +25,14 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def digest_bytes(data: bytes) -> str:
+    """Return the sha256 of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def digest_text(text: str) -> str:
     """Return the sha256 of a text's UTF-8 bytes."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_bytes(text.encode())
 
 
 def digest_json(value: Any) -> str:

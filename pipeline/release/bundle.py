@@ -22,10 +22,10 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
+from pipeline.records.checksums import write_sums
 from pipeline.records.digests import digest_file
 from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import write_record
-from pipeline.release.checksums import write_sums
 from pipeline.release.kept_records import keep_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content, read_git, read_versions
 from pipeline.release.model_card import CARDS, render_cards

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.release.checksums import SUMS
+from pipeline.records.checksums import SUMS
 
 SIGNATURE = "model.sig"
 

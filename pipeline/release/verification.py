@@ -25,10 +25,10 @@ from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import definition_of, use_metrics
 from pipeline.products import KINDS
+from pipeline.records.checksums import find_changes
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Verdict
-from pipeline.release.checksums import find_changes
 from pipeline.release.kept_records import restore_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content
 from pipeline.release.model_card import CARDS, render_cards

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.loosening import SUMS, check_loosening, digest_serving, list_loosened, name_material
+from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import Policy, build_policy
+from pipeline.records.checksums import SUMS, write_sums
 from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
-from pipeline.release.checksums import write_sums
 from pipeline.settings.base import RELEASE
 from tests.fakes.synthetic_records import PRODUCT, make_params
 

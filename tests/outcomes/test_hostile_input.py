@@ -17,8 +17,8 @@ import pipeline.__main__ as command
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import load_card, load_evalset
 from pipeline.products.params import load_params
+from pipeline.records.checksums import SUMS, find_changes
 from pipeline.records.files import LIMIT, check_size
-from pipeline.release.checksums import SUMS, find_changes
 from pipeline.release.kept_records import restore_records
 from tests.fakes.release_project import VERDICT
 from tests.fakes.synthetic_records import PRODUCT

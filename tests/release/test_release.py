@@ -17,12 +17,12 @@ from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.checksums import SUMS, write_sums
 from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record
 from pipeline.release import bundle as release_bundle
 from pipeline.release.bundle import check_marker, write_bundle
-from pipeline.release.checksums import SUMS, write_sums
 from pipeline.release.kept_records import keep_records, restore_records
 from pipeline.release.manifest import Manifest, read_git
 from pipeline.release.recipe import find_other_recipe

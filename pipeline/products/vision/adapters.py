@@ -15,7 +15,6 @@ which no digest sees.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.records.digests import digest_text
+from pipeline.records.digests import digest_bytes, digest_text
 
 FUNCTIONS = ("build", "preprocess", "postprocess")
 
@@ -64,7 +63,7 @@ def load_adapter(path: Path) -> Adapter:
             "docs of `pipeline/products/vision/adapters.py`"
         )
     functions = {name: _guard(path, name, getattr(module, name)) for name in FUNCTIONS}
-    return Adapter(path=path, digest=hashlib.sha256(source).hexdigest(), **functions)
+    return Adapter(path=path, digest=digest_bytes(source), **functions)
 
 
 def format_adapter_error(error: BaseException, path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator
 from itertools import product
@@ -13,6 +12,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
 from pipeline.products.vision.files import read_config, read_network_checkpoint
+from pipeline.records.digests import digest_bytes
 
 _SECTION = """\
 {name}:
@@ -97,7 +97,7 @@ def _draw_objects(folder: Path, side: int) -> dict[Path, bytes]:
     for i, picture in enumerate(_draw_all(side), 1):
         pictures[name := f"images/picture-{i}.png"] = data = _encode(picture)
         annotations = [{"bbox": box, "category_id": 1, "area": box[2] * box[3]} for box in _BOXES]
-        cases.append(_name_case(i) | {"image": name, "sha256": _digest(data), "annotations": annotations})
+        cases.append(_name_case(i) | {"image": name, "sha256": digest_bytes(data), "annotations": annotations})
     more = {"categories": {"object": 1}}
     return build_evalset(folder, cases, kind="detection", cluster="a picture", pictures=pictures, **more)
 
@@ -109,7 +109,7 @@ def _draw_pairs(folder: Path, side: int) -> dict[Path, bytes]:
     for i, target in enumerate(_draw_all(side), 1):
         image, wanted = f"images/picture-{i}.png", f"targets/picture-{i}.png"
         pictures |= {image: _encode(target.reduce(2)), wanted: _encode(target)}
-        digests = {"sha256": _digest(pictures[image]), "target_sha256": _digest(pictures[wanted])}
+        digests = {"sha256": digest_bytes(pictures[image]), "target_sha256": digest_bytes(pictures[wanted])}
         cases.append(_name_case(i) | {"image": image, "target": wanted} | digests)
     return build_evalset(folder, cases, kind="upscaling", cluster="a picture", pictures=pictures)
 
@@ -134,7 +134,3 @@ def _encode(picture: Any) -> bytes:
     data = io.BytesIO()
     picture.save(data, "PNG")
     return data.getvalue()
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

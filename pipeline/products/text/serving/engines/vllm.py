@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -37,7 +36,7 @@ from pipeline.products.text.serving.vllm_config import (
 from pipeline.products.text.serving.vllm_facts import read_kernels, read_resolved, read_sampling
 from pipeline.products.text.serving.vllm_worker import quantgate_kernels
 from pipeline.products.text.settings import KERNEL_REPORT_OPTION
-from pipeline.records.digests import digest_checkpoint, digest_files, digest_json
+from pipeline.records.digests import digest_bytes, digest_checkpoint, digest_files, digest_json
 from pipeline.records.evaluations import Candidate
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import read_environment
@@ -229,7 +228,7 @@ def _digest_scripts(candidate: Candidate, root: Path) -> Iterator[tuple[str, str
     for word in candidate.serving.command:
         path = root / word if "/" in word else Path(shutil.which(word) or root / word)
         if path.is_file() and (content := path.read_bytes()[:_MAX_SCRIPT_BYTES]).isascii():
-            yield path.name, hashlib.sha256(content.partition(b"\n")[2]).hexdigest()
+            yield path.name, digest_bytes(content.partition(b"\n")[2])
 
 
 def _find_port(launch: ServerLaunch) -> int:

@@ -6,18 +6,27 @@ careless edits: whoever changes a file can write it anew, and only a signature f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.loosening import SUMS
-from pipeline.gate.wording import show_unprintable
 from pipeline.records.digests import digest_file
 from pipeline.records.files import read_bounded, write_text
+from pipeline.records.plain_text import show_unprintable
+
+SUMS = "SHA256SUMS"
 
 
 def write_sums(folder: Path) -> None:
     """Write the digest of every file of a folder, but for the sums themselves, into it."""
     write_text(folder / SUMS, _render(_digest(folder)))
+
+
+def read_sums(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the digest of each line; of another line, such as the empty last one, no name."""
+    for line in text.split("\n"):
+        digest, _, name = line.partition("  ")
+        yield name, digest
 
 
 def find_changes(folder: Path) -> list[str]:
@@ -35,7 +44,7 @@ def find_changes(folder: Path) -> list[str]:
     found = _digest(folder)
     if text == _render(found):
         return []
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in text.split("\n"))}
+    listed = dict(read_sums(text))
     problems = [
         _describe(folder / name, listed.get(name), found.get(name))
         for name in sorted(listed | found)
