@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeline.products import KINDS
 from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.running.prefetched import take_over
+from pipeline.running.result_folders import check_evaluation_folders
 from pipeline.running.shards import Shard, parse_shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
@@ -26,7 +27,9 @@ def main(argv: list[str]) -> int:
     product = find_owner(params, name, kind=Product)
     if shard is not None:
         evaluate_shard(name, product, shard)
-    elif take_over("evaluate", name, product):
+        return 0
+    check_evaluation_folders(product.build, name)
+    if take_over("evaluate", name, product):
         pass
     elif isinstance(params.execution, RayExecution):
         needed = partial(list_project_files, params, product, name)

@@ -40,6 +40,7 @@ from pipeline.running.journal import lock_candidate
 from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back, read_watched
 from pipeline.running.progress import begin_step, tell_cpu, tell_taken
 from pipeline.running.progress_view import View, end_on_sigterm
+from pipeline.running.result_folders import check_evaluation_folders
 from pipeline.running.stage_code import digest_code
 from pipeline.running.staleness import RWLOCK, Plan, open_project, read_commands
 from pipeline.running.warm_processes import WarmProcess
@@ -359,6 +360,8 @@ def _run_stage(order: Order) -> None:
     """Run what the file of the stage runs, here or on a cluster."""
     name, product, build = order.candidate, order.product, order.product.build
     own, kind = product.use_workers(order.num_workers), KINDS[product.kind]
+    if order.stage == "evaluate":
+        check_evaluation_folders(build, name)
     if isinstance(order.params.execution, RayExecution):
         from pipeline.products import ray_cluster
 

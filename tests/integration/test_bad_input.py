@@ -8,6 +8,7 @@ that answers nonsense, lm-eval, and the disk.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -312,6 +313,19 @@ def test_an_endpoint_that_is_not_there_is_one_line(
     assert code == 1
     assert "http://127.0.0.1:9/v1/models: no connection: " in line
     assert "start it, or correct candidates.there.engine.base_url" in line
+
+
+def test_results_that_can_not_be_written_are_refused_before_the_endpoint_is_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole evaluation was asked, and then the last one could not make way."""
+    attach("http://127.0.0.1:9", PERPLEXITY)  # where nobody answers
+    last = Path("build/agent/evaluations/there")
+    last.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != last)  # rights do not bind root
+    code, line = run(stages.evaluate, monkeypatch, capsys, "there")
+    assert (code, line.count("\n")) == (1, 0)
+    assert f"{last}: expected a folder that user {os.getuid()} may write to, got no permission" in line
 
 
 BAD_TASKS: dict[str, tuple[str, str, str]] = {

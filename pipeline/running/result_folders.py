@@ -1,0 +1,44 @@
+"""Whether the results of a stage can be written, asked before any work rather than at its end.
+
+Not covered: files in these folders, a full disk, and a folder with the sticky bit, where another user's can't be moved.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from pipeline.errors import JournalError
+
+# beside a result: what is made before it takes the last one's place, and the last one
+_BESIDE = (".{}.new", ".{}.tmp", ".{}.old")
+
+
+def check_evaluation_folders(build: Path, candidate: str) -> None:
+    """Check that a candidate's evaluation and its journals can be written, and that the last ones can make way.
+
+    Args:
+        build: folder of the product's results.
+        candidate: its name.
+
+    Raises:
+        JournalError: a folder may not be written to, or is a file.
+    """
+    for folder in (build / "evaluations" / candidate, build / "journal" / candidate):
+        above = next(path for path in folder.parents if os.path.exists(path))
+        if not above.is_dir():
+            raise JournalError(f"{above}: expected a folder for results, got a file; move it away")
+        _check_writable(above)
+        for own in (folder, *(folder.with_name(name.format(candidate)) for name in _BESIDE)):
+            for path, _, _ in os.walk(own):
+                _check_writable(Path(path))
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        status = folder.stat()
+        raise JournalError(
+            f"{folder}: expected a folder that user {os.getuid()} may write to, got no permission: it is "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}; correct owner, rights or mount, and run again"
+        )

@@ -1,0 +1,64 @@
+"""Whether results can be written is asked before any work: each folder that stands in their way is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import JournalError
+from pipeline.running.result_folders import check_evaluation_folders
+
+NAME = "model"
+
+
+def protect(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let nobody write to a folder: its rights would not bind root, who runs tests in containers."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ".",
+        "evaluations",
+        "evaluations/model",
+        "evaluations/model/traces",
+        "evaluations/.model.old",
+        "evaluations/.model.new",
+        "evaluations/.model.tmp",
+        "journal",
+        "journal/model",
+        "journal/model/finished",
+    ],
+)
+def test_a_folder_that_can_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A last evaluation that could not be removed was found out after the next one, as "Directory not empty"."""
+    folder = tmp_path / place
+    folder.mkdir(parents=True, exist_ok=True)
+    protect(monkeypatch, folder)
+    with pytest.raises(JournalError) as caught:
+        check_evaluation_folders(tmp_path, NAME)
+    assert str(caught.value).startswith(f"{folder}: expected a folder that user {os.getuid()} may write to, got no ")
+    assert "permission" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_folders_of_others_may_be_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("evaluations/other", "evaluations/model-2", "candidates/model", "journal/other"):
+        (tmp_path / name).mkdir(parents=True)
+        protect(monkeypatch, tmp_path / name)
+        check_evaluation_folders(tmp_path, NAME)
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "build").write_text("")
+    with pytest.raises(JournalError, match="build: expected a folder for results, got a file; move it away"):
+        check_evaluation_folders(tmp_path / "build", NAME)
+
+
+def test_nothing_is_made(tmp_path: Path) -> None:
+    check_evaluation_folders(tmp_path / "build" / "agent", NAME)
+    assert not list(tmp_path.iterdir())
