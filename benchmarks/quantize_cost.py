@@ -44,7 +44,8 @@ from pipeline.products.text.checkpoints import embedding_rows
 from pipeline.products.text.model_loading import load_tokenizer
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.schemes import PRESETS
-from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 
 INTERVAL_S = 0.05  # between two looks at a process's memory
 BUCKET = "prose"

@@ -21,7 +21,7 @@ from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
-from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, KvCache, QuantizeStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=256, length_exponent=0.0)
 LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"

@@ -25,7 +25,8 @@ from pipeline.products.text.findings import TextAuditor
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.serving_config import read_candidate
-from pipeline.products.text.settings import Calibration, CandidateSettings, KvCache, QuantizeStep, TextProduct
+from pipeline.products.text.settings import CandidateSettings, TextProduct
+from pipeline.products.text.step_settings import Calibration, KvCache, QuantizeStep
 from pipeline.records.files import write_text
 from pipeline.records.verdicts import Metric, Verdict
 

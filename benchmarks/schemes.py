@@ -27,7 +27,7 @@ from pipeline.products.text.checkpoints import layer_shapes
 from pipeline.products.text.model_loading import load_model, load_tokenizer
 from pipeline.products.text.optimize.quantize import quantize
 from pipeline.products.text.schemes import PRESETS
-from pipeline.products.text.settings import Calibration, KvCache, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, KvCache, QuantizeStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=64, max_tokens=256, length_exponent=0.0)
 CACHES = {f"{scheme}kv_{way}": way for scheme in ("FP8_DYNAMIC+", "") for way in ("tensor", "attn_head", "token")}

@@ -24,7 +24,7 @@ from pipeline.evalsets.cards import Evalset
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.optimize.quantize import copy_text_files, quantize
 from pipeline.products.text.schemes import PRESETS
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 
 TOKENIZER = Path("models/agent")
 CALIBRATION = Calibration(sources=["prose"], num_samples=4, max_tokens=256, length_exponent=0.0)

@@ -15,15 +15,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.products.params import get_product, parse_params
-from pipeline.products.text.settings import (
-    Calibration,
-    HarnessEval,
-    PerplexityEval,
-    QuantizeStep,
-    TextProduct,
-    ToolCallsEval,
-    TrajectoriesEval,
-)
+from pipeline.products.text.settings import HarnessEval, PerplexityEval, TextProduct, ToolCallsEval, TrajectoriesEval
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 from pipeline.records.canary import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import (

@@ -22,8 +22,9 @@ from pipeline.gate.verdicts import build_policy, is_blocking
 from pipeline.products import list_known_metrics
 from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.findings.speculation import check_speculation
-from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
+from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
 from pipeline.products.text.show.plots import plot_completion
+from pipeline.products.text.step_settings import SpeculativeStep
 from pipeline.records.differences import first_difference
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import OUTGROWN, BuiltCandidate, CaseRecord, Evaluation

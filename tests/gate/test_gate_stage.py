@@ -18,7 +18,8 @@ from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import Params
 from pipeline.products.text.serving_config import read_candidate
-from pipeline.products.text.settings import SpeculativeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import SpeculativeStep
 from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.files import write_text

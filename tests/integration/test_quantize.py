@@ -28,7 +28,8 @@ from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.ranks import quantize_by_ranks
 from pipeline.products.text.optimize.registry import STEPS
-from pipeline.products.text.settings import Calibration, QuantizeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.record_files import read_record

@@ -28,7 +28,7 @@ from pipeline.products.text.optimize.ranges import check_ranges
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.products.text.schemes import PRESETS
 from pipeline.products.text.serving.loading import choose_load_dtype, load_candidate
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from tests.fakes.tiny_architectures import write_tiny_model

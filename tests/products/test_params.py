@@ -25,7 +25,8 @@ from pipeline.products.params import (
     load_params,
     parse_params,
 )
-from pipeline.products.text.settings import QuantizeStep, SpeculativeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import QuantizeStep, SpeculativeStep
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.settings.base import Product
 from tests.fakes.synthetic_images import Look, make_image_product

@@ -12,7 +12,8 @@ from pipeline.gate.audits import Auditor
 from pipeline.products import KINDS
 from pipeline.products.images.settings import ImageStep
 from pipeline.products.params import load_params
-from pipeline.products.text.settings import EvalSettings, Step
+from pipeline.products.text.settings import EvalSettings
+from pipeline.products.text.step_settings import Step
 from pipeline.settings.base import Product
 from tests.paths import ROOT
 

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.product import Inputs, OpenReplica, Start, Watched
-from pipeline.products.text.settings import (
-    HarnessEval,
-    PerplexityEval,
-    TextProduct,
-    ToolCallsEval,
-    TrajectoriesEval,
-    WeightStep,
-)
+from pipeline.products.text.settings import HarnessEval, PerplexityEval, TextProduct, ToolCallsEval, TrajectoriesEval
 from pipeline.running.environment import Machine, read_available_mib, read_gpu_capabilities, read_gpu_free_mib
 from pipeline.settings.base import Eval
 
@@ -83,6 +76,7 @@ class TextKind:
         from pipeline.evalsets.cards import NOTES
         from pipeline.products.text.chat_templates import has_chat_template
         from pipeline.products.text.evals.known_tasks import digest_evalsets
+        from pipeline.products.text.step_settings import WeightStep
         from pipeline.records.digests import digest_folder
         from pipeline.running.kept_digests import digest_watched
 

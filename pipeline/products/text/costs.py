@@ -22,12 +22,8 @@ from pipeline.gate.plan import align_columns
 from pipeline.products.text.footprint import TYPE_BYTES, count_load_bytes, find_block_linears
 from pipeline.products.text.memory import count_served_bytes, estimate_needs, read_folder, read_parallelism
 from pipeline.products.text.optimize.layers import count_output_bytes
-from pipeline.products.text.settings import (
-    CandidateSettings,
-    QuantizeStep,
-    TextProduct,
-    TrajectoriesEval,
-)
+from pipeline.products.text.settings import CandidateSettings, TextProduct, TrajectoriesEval
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.records.evaluations import AnyServing, BuiltCandidate, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.records.serving import ServingConfig

@@ -15,7 +15,8 @@ from pathlib import Path
 from pipeline.errors import SettingsError
 from pipeline.products.text.model_config import read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme, read_format
-from pipeline.products.text.settings import CandidateSettings, QuantizeStep, TextProduct, VllmEngine
+from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.hub import locate_checkpoint
 
 Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)

@@ -25,13 +25,8 @@ from pipeline.products.text.footprint import (
 )
 from pipeline.products.text.model_config import find_text, read_config
 from pipeline.products.text.optimize.layers import count_output_bytes
-from pipeline.products.text.settings import (
-    CandidateSettings,
-    QuantizeStep,
-    TextProduct,
-    VllmEngine,
-    WeightStep,
-)
+from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
+from pipeline.products.text.step_settings import QuantizeStep, WeightStep
 from pipeline.running.environment import Machine
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import TensorInfo, read_tensors

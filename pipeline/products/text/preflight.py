@@ -36,18 +36,14 @@ from pipeline.products.text.serving.vllm_config import (
     check_options,
 )
 from pipeline.products.text.settings import (
-    Calibration,
     CandidateSettings,
     Engine,
     EvalSettings,
     HarnessEval,
-    QuantizeStep,
-    SpeculativeStep,
-    Step,
     TextProduct,
     VllmEngine,
-    WeightStep,
 )
+from pipeline.products.text.step_settings import Calibration, QuantizeStep, SpeculativeStep, Step, WeightStep
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import read_tensors

@@ -10,16 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.products.text.settings import (
-    EngineSettings,
-    OpenaiEngine,
-    QuantizeStep,
-    SpeculativeStep,
-    Step,
-    TextProduct,
-    VllmEngine,
-    WeightStep,
-)
+from pipeline.products.text.settings import EngineSettings, OpenaiEngine, TextProduct, VllmEngine
+from pipeline.products.text.step_settings import QuantizeStep, SpeculativeStep, Step, WeightStep
 from pipeline.settings.base import find_metric_problems, find_product_problems
 from pipeline.settings.hub_names import find_unpinned
 

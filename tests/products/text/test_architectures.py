@@ -19,7 +19,7 @@ from pipeline.products.text.serving import paged_attention
 from pipeline.products.text.serving.app import Server
 from pipeline.products.text.serving.loading import LoadedModel, load_candidate
 from pipeline.products.text.serving.scoring import score_sequences
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from tests.fakes.tiny_architectures import ARCHITECTURES, EXPERTS, WINDOWS, write_tiny_model

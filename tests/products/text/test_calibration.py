@@ -12,7 +12,7 @@ from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets.cards import Card, Evalset
 from pipeline.evalsets.cases import DocumentCase
 from pipeline.products.text.optimize.calibration import count_samples, encode, select_samples
-from pipeline.products.text.settings import Calibration
+from pipeline.products.text.step_settings import Calibration
 from tests.fakes.tiny_llama import build_tokenizer
 
 SHORT, LONG = 50, 200  # tokens

@@ -10,7 +10,8 @@ import pytest
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text.costs import Cost, plan_costs, render_costs
 from pipeline.products.text.optimize.layers import count_output_bytes
-from pipeline.products.text.settings import Calibration, CandidateSettings, QuantizeStep, TextProduct
+from pipeline.products.text.settings import CandidateSettings, TextProduct
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint, Evaluation
 from pipeline.records.record_files import write_record
 from pipeline.records.serving import ServingConfig

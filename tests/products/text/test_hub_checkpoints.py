@@ -16,7 +16,8 @@ from pipeline.products.text.serving.engines.vllm import place_models
 from pipeline.products.text.serving.loading import load_candidate
 from pipeline.products.text.serving.vllm_config import build_config
 from pipeline.products.text.serving_config import read_candidate
-from pipeline.products.text.settings import SpeculativeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import SpeculativeStep
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.running.hub import locate_checkpoint

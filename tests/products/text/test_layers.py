@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize.layers import plan_folder, plan_layers
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, length_exponent=0.0)
 

@@ -17,7 +17,8 @@ from pipeline.products.text.memory import (
     estimate_needs,
     read_card_room,
 )
-from pipeline.products.text.settings import Calibration, CandidateSettings, TextProduct
+from pipeline.products.text.settings import CandidateSettings, TextProduct
+from pipeline.products.text.step_settings import Calibration
 from pipeline.running.environment import Gpu, Machine
 from tests.fakes.hollow_llama import write_hollow_llama
 from tests.paths import ROOT

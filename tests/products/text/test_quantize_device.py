@@ -15,7 +15,7 @@ from pipeline.products.text.optimize import llm_compressor
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import _choose_device, _run
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from tests.fakes.tiny_llama import write_tiny_llama
 
 

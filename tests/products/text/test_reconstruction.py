@@ -20,7 +20,7 @@ from pipeline.products.text.optimize import reconstruction
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
-from pipeline.products.text.settings import Calibration, QuantizeStep
+from pipeline.products.text.step_settings import Calibration, QuantizeStep
 
 LAYER, SHAPE, GROUP = "model.layers.0.mlp.down_proj", (24, 128), 32
 CALIBRATION = Calibration(sources=["prose"], num_samples=1, max_tokens=8, length_exponent=0.0)

@@ -21,7 +21,8 @@ from pipeline.products.text.hardware import (
 )
 from pipeline.products.text.problems import find_text_problems
 from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset, list_rounded
-from pipeline.products.text.settings import QuantizeStep, TextProduct, VllmEngine
+from pipeline.products.text.settings import TextProduct, VllmEngine
+from pipeline.products.text.step_settings import QuantizeStep
 from tests.paths import ROOT
 
 FIELDS = tuple(NumberFormat.model_fields)

@@ -20,7 +20,8 @@ from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.speculation import count_speculation
 from pipeline.products.text.serving_config import read_candidate, serve
-from pipeline.products.text.settings import SpeculativeStep, TextProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import SpeculativeStep
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation

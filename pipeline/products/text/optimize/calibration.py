@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets.cards import Evalset
-from pipeline.products.text.settings import Calibration
+from pipeline.products.text.step_settings import Calibration
 
 MIN_TOKENS = 512  # below this even the narrowest layers get a rank-deficient Hessian
 

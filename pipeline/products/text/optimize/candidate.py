@@ -20,7 +20,8 @@ from pipeline.products.text.checkpoints import check_tied_head, open_checkpoint,
 from pipeline.products.text.model_loading import check_kernels
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
-from pipeline.products.text.settings import Step, TextProduct, WeightStep
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.step_settings import Step, WeightStep
 from pipeline.records.digests import digest_files
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import replace_folder, share_files

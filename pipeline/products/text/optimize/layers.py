@@ -20,7 +20,7 @@ from pipeline.products.text.checkpoints import layer_shapes, tied_head
 from pipeline.products.text.layer_names import find_attention, name_layer
 from pipeline.products.text.model_config import detect_format, find_text, read_config
 from pipeline.products.text.schemes import NumberFormat, Scheme
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
 
 GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for

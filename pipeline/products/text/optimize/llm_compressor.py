@@ -44,7 +44,7 @@ from pipeline.products.text.model_loading import hide_progress_bars
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 
 _LIBRARY = sys.modules[oneshot.__module__]  # whose function hides the module of its name
 MAX_SHARD = "1GB"

@@ -33,7 +33,7 @@ from pipeline.products.text.optimize.ranges import check_ranges
 from pipeline.products.text.optimize.ranks import quantize_by_ranks
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.products.text.schemes import unpacks_to_bfloat16
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.records.digests import TEXT_FILES, digest_files
 from pipeline.records.evaluations import Fallback, LayerCoverage
 from pipeline.records.speculation import SpeculativeConfig

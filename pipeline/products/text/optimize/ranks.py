@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.errors import QuantizationError
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.worker_pool import end_with_parent
 
 _STORE = "store"  # the file by which ranks find each other

@@ -36,7 +36,7 @@ from pipeline.products.text.model_config import read_config
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.weight_files import open_weights, read_tensors
 
 MAX_MEAN_STEPS = 0.25  # of a layer: a quarter of what a zero-point that is off by one makes

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.quantize import StepResult
-from pipeline.products.text.settings import SpeculativeStep
+from pipeline.products.text.step_settings import SpeculativeStep
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import check_finite, iterate_weights
