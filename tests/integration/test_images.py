@@ -42,6 +42,7 @@ from pipeline.running import worker_pool
 from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
+from tests.fakes.processes import is_running, wait_for_end
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -501,14 +502,8 @@ def test_after_sigkill_no_worker_is_left(project: Path) -> None:
     workers = list_descendants(stage.pid)
     stage.kill()
     stage.wait()
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_end(*workers, limit_s=60)
     assert workers and not any(map(is_running, workers))
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 Damage = Callable[[Path], Any]

@@ -59,6 +59,7 @@ from pipeline.running import worker_pool
 from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
+from tests.fakes.processes import is_running, wait_for_end
 from tests.fakes.synthetic_records import describe_project
 from tests.fakes.tiny_networks import (
     DETECTOR,
@@ -249,8 +250,7 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
     started = list_descendants(stage.pid)
     stage.kill()
     stage.wait()
-    while any(map(is_running, started)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_end(*started, limit_s=60)
     assert started and not any(map(is_running, started))
     num_batches, num_done = NUM_PICTURES // 4, journal.read_text().count("\n") // 4
     assert 2 <= num_done < num_batches
@@ -261,11 +261,6 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
     resumed = list_results(project, product, "squares")
     evaluate(project, product, "squares")
     assert list_results(project, product, "squares") == resumed
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def swap_weights(root: Path) -> None:

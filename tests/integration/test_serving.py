@@ -41,6 +41,7 @@ from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
 from pipeline.running.tracing import TRACES, list_traces
+from tests.fakes.processes import is_running, wait_for_end
 from tests.fakes.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -688,17 +689,8 @@ def test_no_server_outlives_its_parent(running: Running, number: signal.Signals)
     time.sleep(0.5)
     parent.send_signal(number)
     parent.wait(timeout=120)
-    deadline = time.monotonic() + 15
-    while is_running(server) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_end(server)
     assert not is_running(server)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_server_that_dies_is_noticed_at_once(running: Running) -> None:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,9 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from tests.fakes.fake_vllm import TOKENS
+from tests.fakes.processes import wait_for_end
 from tests.fakes.tiny_llama import write_tiny_llama
-from tests.integration.test_serving import ROOT, SETTINGS, is_running
+from tests.integration.test_serving import ROOT, SETTINGS
 
 COMMAND = (sys.executable, str(ROOT / "tests/fakes/fake_vllm.py"), "serve")
 EVALS: dict[str, EvalSettings] = {
@@ -216,10 +216,3 @@ def test_nothing_is_left_running_when_we_end(root: Path, number: signal.Signals)
     parent.send_signal(number)
     parent.wait(timeout=120)
     assert wait_for_end(int(note.read_text()))
-
-
-def wait_for_end(pid: int) -> bool:
-    deadline = time.monotonic() + 15
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)

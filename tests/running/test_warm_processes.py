@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,17 +10,13 @@ import pytest
 
 from pipeline.running.warm_processes import LOST, WarmProcess
 from tests.fakes import warm_tasks
+from tests.fakes.processes import is_running, wait_for_end
 
 
 @pytest.fixture
 def warm() -> Iterator[WarmProcess]:
     with WarmProcess(warm_tasks.prepare) as process:
         yield process
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_each_task_begins_with_the_imports_and_with_nothing_of_another(capfd: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +62,6 @@ def test_tasks_end_with_the_warm_process(warm: WarmProcess, tmp_path: Path) -> N
     assert warm.run("a", warm_tasks.kill_parent_and_wait, "", tmp_path / "pid") == LOST
     assert warm.is_gone
     assert warm.run("b", warm_tasks.show_state, "b") == LOST
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    wait_for_end(pid)
     assert not is_running(pid)

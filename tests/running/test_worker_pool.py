@@ -19,13 +19,9 @@ from pipeline.running import worker_pool
 from pipeline.running.turns import take_turn
 from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
 from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load, time_something
+from tests.fakes.processes import is_running, wait_for_end
 
 DIED: dict[str, Any] = {"owner": "a", "died": "a process ended by itself", "remedy": "lower the batch size"}
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
@@ -35,9 +31,7 @@ def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
     assert [value for value, _ in found] == [40, 41, 42]
     processes = {process for _, process in found}
     assert len(processes) == 1
-    deadline = time.monotonic() + 10
-    while any(map(is_running, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_end(*processes)
     assert not any(map(is_running, processes))
 
 
