@@ -259,7 +259,7 @@ def reach(error: float, tail: float, t: float, *, step: float = 0.0) -> float:
     return PRIOR_CLUSTERS * step + error * (t + (1 + 2 * t * t) / 6 * max(tail, 0.0))
 
 
-def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
+def sign_flip_p(d: Floats, clusters: Ints) -> float:
     """Return the one-sided p-value of the cluster sign-flip test for harm.
 
     H0 is *no difference*: reference and candidate are exchangeable within each cluster, so every
@@ -270,7 +270,7 @@ def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
     others are enumerated up to 14 clusters and sampled (seeded, +1 correction) beyond.
     """
     sums = sum_by_cluster(d, clusters)
-    return tail_at(sign_flip_tail(sums, seed=seed), sums.sum())
+    return tail_at(sign_flip_tail(sums), sums.sum())
 
 
 def tail_at(tail: Tail, observed: float) -> float:
@@ -278,12 +278,11 @@ def tail_at(tail: Tail, observed: float) -> float:
     return float(tail(np.array([observed]))[0])
 
 
-def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Tail:
+def sign_flip_tail(sums: Floats) -> Tail:
     """Return the function that gives the p-values of totals, when each cluster's sum is as likely with either sign.
 
     Args:
         sums: of each cluster.
-        seed: of the sign patterns, where they are sampled.
     """
     sizes = np.sort(np.abs(sums[sums != 0]))[::-1]  # sorted: the answer does not depend on the order of cases
     if len(sizes) == 0:
@@ -295,7 +294,7 @@ def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Tail:
         patterns = (np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))) & 1
         totals, own = np.sort((2.0 * patterns - 1.0) @ sizes), 0
     else:
-        totals, own = np.sort(_sample_totals(sizes, seed)), 1  # the one seen counts as a draw: p is never 0
+        totals, own = np.sort(_sample_totals(sizes, seed=0)), 1  # the one seen counts as a draw: p is never 0
     return lambda observed: (len(totals) - np.searchsorted(totals, observed - slack) + own) / (len(totals) + own)
 
 
@@ -372,7 +371,7 @@ def proportion_interval(scores: Floats, clusters: Ints, *, confidence: float = 0
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def ratio_interval(scores: Floats, weights: Floats, clusters: Ints, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the two-sided interval of sum(scores) / sum(weights), clustered."""
-    bounds = ratio_bounds(scores, weights, clusters, confidence=0.5 + confidence / 2)
+def ratio_interval(scores: Floats, weights: Floats, clusters: Ints) -> tuple[float, float]:
+    """Return the two-sided 95 % interval of sum(scores) / sum(weights), clustered."""
+    bounds = ratio_bounds(scores, weights, clusters, confidence=0.975)
     return bounds.low, bounds.high

@@ -67,13 +67,13 @@ def format_value(metric: str, value: float) -> str:
     return f"{value:#.4g}" + (f" {unit}" if unit else "")
 
 
-def format_harm(metric: str, harm: float, *, signed: bool = False, digits: int = 2) -> str:
+def format_harm(metric: str, harm: float, *, signed: bool = False) -> str:
     """Write a harm with its unit: "1.25 points", "0.84 %" or "0.012 bit/byte"."""
     sign = "+" if signed else ""
     if is_rate(metric):
-        return f"{_clean(100 * harm, digits):{sign}.{digits}f} points"
+        return f"{_clean(100 * harm, 2):{sign}.2f} points"
     if definition_of(metric).harm == "relative":
-        return f"{_clean(100 * harm, digits):{sign}.{digits}f} %"
+        return f"{_clean(100 * harm, 2):{sign}.2f} %"
     return f"{_clean(harm, 4):{sign}.4f} {definition_of(metric).unit}".rstrip()
 
 

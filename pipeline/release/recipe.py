@@ -17,11 +17,10 @@ from pipeline.records.digests import digest_file, digest_files, digest_json, nam
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import PARAMS, Manifest
 from pipeline.release.settings import load_released
-from pipeline.release.verification import find_differences
+from pipeline.release.verification import find_differences, show_kept
 from pipeline.settings.base import Product
 
 _REMEDY = "run `make repro` where the weights are, and commit what it writes"
-_MAX_SHOWN = 100  # characters of a value
 
 
 def find_other_recipe(bundle: Path, product: Product) -> list[str]:
@@ -37,7 +36,7 @@ def find_other_recipe(bundle: Path, product: Product) -> list[str]:
     named = read_record(bundle / MANIFEST, Manifest).product  # that release may be of another name
     released = load_released(bundle / PARAMS, named)
     return [
-        f"params.yaml: {product.locate(key)}: {bundle / PARAMS} has {_show(was)}, got {_show(now)}; {_REMEDY}"
+        f"params.yaml: {product.locate(key)}: {bundle / PARAMS} has {show_kept(was)}, got {show_kept(now)}; {_REMEDY}"
         for key, was, now in find_differences(_describe(released), _describe(product))
     ]
 
@@ -74,7 +73,3 @@ def find_other_material(manifest: Manifest, root: Path, *, cases: Mapping[str, s
     if adapter is not None and pinned is not None and digest_file(root / adapter) != pinned:
         problems.append(f"{adapter}: not the adapter of the release ({pinned[:12]})")
     return [f"{problem}; {_REMEDY}" for problem in problems]
-
-
-def _show(value: Any) -> str:
-    return shown if len(shown := repr(value)) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 3]}..."

@@ -111,7 +111,7 @@ def _check_manifest(bundle: Path, manifest: Manifest, content: dict[str, Any]) -
     said = manifest.model_dump(mode="json", exclude={"libraries", "git", "schema_version"})
     found = Manifest(**content, libraries={}, git=None).model_dump(mode="json", include=set(said))
     return [
-        f"{bundle / MANIFEST}: {where}: says {_show(was)}, the bundle has {_show(now)}"
+        f"{bundle / MANIFEST}: {where}: says {show_kept(was)}, the bundle has {show_kept(now)}"
         for where, was, now in find_differences(said, found)
     ]
 
@@ -136,12 +136,13 @@ def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[s
         again = compare_release(_restrict(product), KINDS[product.kind].get_auditor(), build).judgement
     differences = find_differences(_decisive(judgement), _decisive(again))
     return [
-        f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"
+        f"{bundle / VERDICT}: {where}: says {show_kept(was)}, the scores give {show_kept(now)}"
         for where, was, now in differences
     ]
 
 
-def _show(value: Any) -> str:
+def show_kept(value: Any) -> str:
+    """Return a value of a bundle as Python writes it, cut to what a line has room for."""
     return shown if len(shown := repr(value)) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 3]}..."
 
 

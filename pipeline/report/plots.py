@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
@@ -21,6 +19,7 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import format_tolerance
 from pipeline.records.files import replace_whole
 from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.report.pictures.shown import render_figure
 
 OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
 SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
@@ -167,9 +166,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     Git keeps these files: one without pictures in it has as few colours as a palette holds, at a third of the bytes.
     """
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    image = render_figure(figure)
     if not any(axis.images for axis in figure.axes):
         image = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     with replace_whole(path) as temporary:
