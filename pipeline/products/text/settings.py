@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
-from pipeline.products.text.step_settings import QuantizeStep as QuantizeStep  # `start.py` asks here
 from pipeline.products.text.step_settings import SpeculativeStep, Step
 from pipeline.records.benchmarks import Work
 from pipeline.settings.base import Eval, Product, Settings, Trace

@@ -18,7 +18,7 @@ from pipeline.product import Start
 from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint
 from pipeline.products.text.model_config import find_text, read_config, read_json
 from pipeline.products.text.optimize.layers import GROUP_SIZES, plan_folder
-from pipeline.products.text.settings import QuantizeStep
+from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.hub import locate_checkpoint
 
 _MOST_CONTEXT, _MOST_ANSWER = 2048, 256  # tokens
