@@ -291,7 +291,7 @@ def explain_guesses(
         return None
     return (
         f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of {m.n:,} cases "
-        f"and guessing in {round(guesses * m.n):,}, so a loss of all that it knows would pass; look at the evalset"
+        f"and guessing in {round(guesses * m.n):,}, so a loss of all that it knows is tolerated; look at the evalset"
     )
 
 

@@ -247,10 +247,17 @@ def _read_case(sample: Any, where: str) -> Case:
         tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup", "sandbox") if part in asked)),
         prompt=_show_input(sample["input"]),
         failure=failure,
-        num_choices=len(choices) if isinstance(choices := sample.get("choices"), list) else 0,
+        num_choices=_count_choices(sample),
         output=str(output.get("completion", "")) if isinstance(output, dict) else "",
         fields=metadata if isinstance(metadata, dict) else {},
     )
+
+
+def _count_choices(sample: dict[str, Any]) -> int:
+    """Return how many choices a question gives of which one is right; 0: its answer is free, or several letters."""
+    choices, target = sample.get("choices"), sample["target"]
+    letters = "".join(map(str, target if isinstance(target, list) else [target]))
+    return len(choices) if isinstance(choices, list) and len(choices) > 1 and len(letters) == 1 else 0
 
 
 def _read_scores(scores: Any) -> dict[str, Any]:

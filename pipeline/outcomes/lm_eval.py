@@ -181,9 +181,9 @@ def _describe_answer(sample: dict[str, Any]) -> str:
 
 def _count_choices(sample: dict[str, Any]) -> int:
     """Return how many continuations are scored for a question; 0: its answer is free."""
-    num = sum("arg_1" in request for request in _list_requests(sample))
-    asks = 2 if "acc_mutual_info" in sample else 1  # that scores each without its question, too
-    return num // asks if num > 1 else 0
+    scored = sum("arg_1" in request for request in _list_requests(sample))
+    num = scored // (2 if "acc_mutual_info" in sample else 1)  # that scores each without its question, too
+    return num if num > 1 else 0
 
 
 def _describe_code(config: Any) -> Any:

@@ -31,12 +31,19 @@ def check_evaluation_folders(build: Path, candidate: str) -> None:
             raise JournalError(f"{above}: expected a folder for results, got a file; move it away")
         _check_writable(above)
         for own in (folder, *(folder.with_name(name.format(candidate)) for name in _BESIDE)):
-            for path, _, _ in os.walk(own):
+            if own.exists() and not own.is_dir():
+                raise JournalError(f"{own}: expected a folder for results, got a file; move it away")
+            for path, _, _ in os.walk(own, onerror=_explain_unread):
                 _check_writable(Path(path))
 
 
+def _explain_unread(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+        _check_writable(Path(error.filename))
+
+
 def _check_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         status = folder.stat()
         raise JournalError(
             f"{folder}: expected a folder that user {os.getuid()} may write to, got no permission: it is "

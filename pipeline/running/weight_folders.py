@@ -1,6 +1,7 @@
 """What the folders of pipelines and networks share: configs in JSON, and the record of a folder with weights.
 
-Free of torch. What a language model's folder has beyond that, packed weights and a tokenizer, is in `checkpoints.py`.
+Free of torch. What a language model's folder has beyond that, packed weights and a tokenizer, is in `checkpoints.py`
+and the modules beside it.
 """
 
 from __future__ import annotations

@@ -76,9 +76,10 @@ def test_how_many_choices_a_question_gives(tmp_path: Path) -> None:
         row["acc_mutual_info"] = 1.0
     assert {r.num_choices for r in read_one(write_lines(tmp_path / choices.name, rows)).records} == {4}
     log = json.loads((REAL / "sums.json").read_text())
-    log["samples"][0]["choices"] = ["1", "2", "3"]
+    for sample, target in zip(log["samples"], ("B", ["B"], ["A", "C"]), strict=False):
+        sample |= {"choices": ["1", "2", "3"], "target": target}
     (tmp_path / "log.json").write_text(json.dumps(log))
-    assert [r.num_choices for r in read_one(tmp_path / "log.json").records][:2] == [3, 0]
+    assert [r.num_choices for r in read_one(tmp_path / "log.json").records][:4] == [3, 3, 0, 0]
 
 
 def test_lm_eval_perplexity_is_a_ratio_over_words() -> None:

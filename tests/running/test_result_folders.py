@@ -46,6 +46,21 @@ def test_a_folder_that_can_not_be_written_is_refused(
     assert "permission" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_folder_that_can_not_even_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, list_folder = tmp_path / "evaluations/model/config", os.scandir
+    folder.mkdir(parents=True)
+    protect(monkeypatch, folder)
+
+    def scandir(path: str) -> os._ScandirIterator[str]:
+        if Path(path) == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(JournalError, match=f"{folder}: expected a folder that user"):
+        check_evaluation_folders(tmp_path, NAME)
+
+
 def test_folders_of_others_may_be_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("evaluations/other", "evaluations/model-2", "candidates/model", "journal/other"):
         (tmp_path / name).mkdir(parents=True)
@@ -57,6 +72,10 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "build").write_text("")
     with pytest.raises(JournalError, match="build: expected a folder for results, got a file; move it away"):
         check_evaluation_folders(tmp_path / "build", NAME)
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/model").write_text("")
+    with pytest.raises(JournalError, match="journal/model: expected a folder for results, got a file; move it away"):
+        check_evaluation_folders(tmp_path, NAME)
 
 
 def test_nothing_is_made(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         buckets=tuple(document.get("buckets", ())),
         prompt=str(sample["arguments"][0][0]),
         output=_format_answer(sample),
-        num_choices=_count_choices(sample),
+        num_choices=_count_choices(sample) if metric == ACCURACY_METRICS[0] else 0,  # else of texts, not of choices
         scores={"accuracy": float(sample[metric])},
         latency_s=seconds,
         fingerprint=context.fingerprint,
@@ -170,9 +170,9 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
 
 def _count_choices(sample: dict[str, Any]) -> int:
     """Return how many choices a question gives; 0: its answer is free."""
-    num = len(sample["arguments"])
-    asks = 2 if "acc_mutual_info" in sample else 1  # that scores each without its question, too
-    return num // asks if num > 1 else 0
+    # acc_mutual_info scores each without its question, too
+    num = len(sample["arguments"]) // (2 if "acc_mutual_info" in sample else 1)
+    return num if num > 1 else 0
 
 
 def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: list[CaseRecord]) -> list[CaseRecord]:
