@@ -210,7 +210,7 @@ def name_gate(verdict: Verdict | None) -> dict[str, float]:
     numbers = {"gate/passed": float(verdict.outcome == "pass")}
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
     if gated:
-        numbers[WORST] = max(c.harm / tolerance for c, tolerance in gated)
+        numbers[WORST] = round(max(c.harm / tolerance for c, tolerance in gated), 4)  # a table shows all digits
     return numbers
 
 
@@ -264,7 +264,7 @@ def _format_coverage(candidate: BuiltCandidate) -> str:
 
 
 def _write_note(verdict: Verdict | None, is_reference: bool) -> str:
-    lines = [f"**{format_role(verdict, is_reference)}**"]
+    lines = [format_role(verdict, is_reference)]  # plain: the table of runs shows Markdown as it is written
     if is_reference:
         lines.append("- every other run is compared with this one, case by case")
     return "\n".join(lines + [f"- {escape_markdown(str(reason))}" for reason in (verdict.reasons if verdict else ())])
