@@ -42,7 +42,7 @@ from pipeline.running.progress import begin_step, tell_cpu, tell_taken
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.result_folders import check_evaluation_folders
 from pipeline.running.stage_code import digest_code
-from pipeline.running.staleness import RWLOCK, Plan, open_project, read_commands
+from pipeline.running.staleness import RWLOCK, Plan, open_project, read_own_commands
 from pipeline.running.warm_processes import WarmProcess
 from pipeline.running.worker_pool import work_here
 from pipeline.settings.base import ENV, Product
@@ -203,7 +203,7 @@ def _remove_half_a_lock() -> None:
 
 def run_env() -> None:
     """Run stage `env`, whose digests say what is out of date; it also checks settings, files and memory."""
-    for command in read_commands(Path())["env"]:
+    for command in read_own_commands(Path(), "env"):
         if subprocess.run(command, shell=True).returncode:
             raise QuantgateError("stage env: failed, as said above; nothing was made")
 

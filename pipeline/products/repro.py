@@ -3,7 +3,7 @@
 Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, all at once: else it
 would start a process for each, to take over what is there. Then `dvc repro` judges, and makes what could not be noted.
 It runs as a process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says
-ahead, and each stage says itself that it begins. The verdicts come last.
+ahead, and each stage says itself that it begins. Where none is, DVC is not run. The verdicts come last.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pipeline.running.run_state import Phase
 from pipeline.running.staleness import list_due, note_runs
 from pipeline.settings.base import Product
 
+_ALWAYS = "env"  # the stage that runs every time: `open_run` has run it
+
 
 def repro(names: Sequence[str], num_jobs: int | None) -> int:
     """Run what is out of date; return the exit code of `dvc repro`.
@@ -54,7 +56,11 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             view.later = phase.predict()
             make_ahead(view, candidates, share)
             _note(ahead, candidates)
-        code = _run_dvc(view, phase, targets)
+        if all(name == _ALWAYS for name in due):
+            view.say("nothing is out of date")
+            code = 0
+        else:
+            code = _run_dvc(view, phase, targets)
     for line in _conclude(phase, products, has_failed=code != 0):
         print(line, flush=True)
     return code

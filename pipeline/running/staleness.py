@@ -73,6 +73,16 @@ def read_commands(root: Path) -> dict[str, list[str]]:
     )
 
 
+def read_own_commands(root: Path, name: str) -> list[str]:
+    """Return the commands of a stage that no `foreach` makes, from dvc.yaml itself: DVC reads all of dvc.lock first.
+
+    Raises:
+        EvidenceError: it is not there.
+    """
+    commands = _explain(root, lambda: YAML(typ="safe").load((root / _STAGES).read_text("utf-8"))["stages"][name]["cmd"])
+    return commands if isinstance(commands, list) else [str(commands)]
+
+
 def list_due(targets: Sequence[str] = ()) -> list[str]:
     """Return the stages that `dvc repro` would run or restore here and now, in its order, as far as can be said ahead.
 

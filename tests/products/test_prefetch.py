@@ -206,7 +206,7 @@ def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_nothing_is_made_where_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetch, "read_commands", lambda _: {"env": ["exit 1"]})
+    monkeypatch.setattr(prefetch, "read_own_commands", lambda *_: ["exit 1"])
     with pytest.raises(Exception, match="^stage env: failed, as said above; nothing was made$"):
         prefetch.prefetch([], 1)
 
@@ -214,7 +214,7 @@ def test_nothing_is_made_where_the_environment_is_refused(monkeypatch: pytest.Mo
 def test_what_a_run_took_counts_stage_env(params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a cold machine it is half a minute, of which nothing was to be seen."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetch, "read_commands", lambda _: {"env": ["sleep 0.3"]})
+    monkeypatch.setattr(prefetch, "read_own_commands", lambda *_: ["sleep 0.3"])
     monkeypatch.setattr(prefetch, "load_params", lambda: params)
     monkeypatch.setattr(prefetch, "read_watched", lambda *_: {})
     with prefetch.open_run([], 1) as (view, *_):

@@ -112,6 +112,18 @@ def test_the_verdict_that_stopped_a_run_stands_below_all_that_dvc_says(
     assert "agent" not in "".join(said), "a gate that was not reached has no verdict"
 
 
+@pytest.mark.parametrize("due", [["env"], ["env", "gate@people"], ["gate@people"], []])
+def test_dvc_runs_where_any_stage_is_out_of_date(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, due: list[str]
+) -> None:
+    monkeypatch.setattr(repro, "list_due", lambda targets: due)
+    assert repro.repro(["people"], 2) == 0
+    shown = capfd.readouterr()
+    is_run = "gate@people" in due
+    assert ("Running repro" in shown.out, "nothing is out of date" in shown.err) == (is_run, not is_run)
+    assert shown.out.splitlines()[-1].startswith(f"people: passed its gate{'' if is_run else ' before'}: ")
+
+
 def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     asked: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:

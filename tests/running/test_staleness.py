@@ -16,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
-from pipeline.running.staleness import find_stale, list_due, note_runs, open_project, read_commands
+from pipeline.running.staleness import find_stale, list_due, note_runs, open_project, read_commands, read_own_commands
 
 # of DVC's own
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
@@ -289,6 +289,9 @@ def test_commands_are_those_of_the_file(clone: Path) -> None:
     for cmd, expected in (('"true"', ["true"]), ('["a", "b"]', ["a", "b"])):
         (clone / "dvc.yaml").write_text(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}')
         assert read_commands(clone) == {"gate": expected}
+        assert read_own_commands(clone, "gate") == expected
+    with pytest.raises(EvidenceError, match="expected stages that DVC can compare"):
+        read_own_commands(clone, "env")
 
 
 @pytest.mark.parametrize(
