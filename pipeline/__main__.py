@@ -7,7 +7,8 @@
     quantgate init NAME --kind text --checkpoint FOLDER [--remove-shipped]
     quantgate --version
 
-`python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
+`python -m pipeline` is the same in a clone. `repro` ends as `dvc repro` does: with 0, or with 255 where a stage or a
+gate stopped it. Exit codes of `compare` and `gate`:
 
      0  pass, or inconclusive where that does not block
     10  inconclusive

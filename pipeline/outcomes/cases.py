@@ -96,6 +96,7 @@ class Outcomes:
         definitions: metrics whose arithmetic the format knows.
         weight: the score that every other one is divided by, where the file has one.
         note: what was done to its cases, in one line.
+        left_out: records of questions that others ask already, each with the id of such another.
         parts: evals that are pooled in it.
     """
 
@@ -111,6 +112,7 @@ class Outcomes:
     definitions: dict[str, MetricDefinition] = field(default_factory=dict)
     weight: str | None = None
     note: str | None = None
+    left_out: list[tuple[CaseRecord, str]] = field(default_factory=list)
     parts: tuple[Outcomes, ...] = ()
 
     @property
@@ -184,7 +186,7 @@ def build_outcomes(
         raise EvidenceError(f"{path}: {failed}")
     asks = {record.case_id: case.question for record, case in zip(records, found, strict=True)}
     questions = list(asks.values())
-    records, note = drop_repeats(join_clusters(_number_equal(records), questions), questions)
+    records, left_out, note = drop_repeats(join_clusters(_number_equal(records), questions), questions)
     note = "; ".join(filter(None, (note, format_alike(questions)))) or None
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
         raise EvidenceError(
@@ -202,6 +204,7 @@ def build_outcomes(
         [asks[record.case_id] for record in records],
         problems,
         note=note,
+        left_out=left_out,
         **known,
     )
 

@@ -7,6 +7,7 @@ weights, speeds. Evidence that is not fit makes the verdict "refused" and is nam
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.decision import combine, judge_all
+from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, estimate_metrics, explain_guesses, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
+from pipeline.gate.wording import format_harm, format_tolerance
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
@@ -28,6 +30,7 @@ from pipeline.records.digests import digest_file
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import Certificate, Comparison, Metric, Verdict
+from pipeline.settings.metrics import MetricDefinition
 
 KIND = "outcomes"  # of an eval whose records others made
 _MAX_NAMED = 10  # scores
@@ -195,6 +198,7 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
                 tier=tolerance.tier,
             )
             check_loss_can_show(measurement, definition)
+            _check_left_out(measurement, definition, ours, theirs)
             if told := explain_guesses(measurement, definition, pairs.reference):
                 findings.add_note(told, ReasonKind.LIMIT)
             findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
@@ -203,6 +207,44 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
                 findings.add_note(str(error))
             else:
                 findings.refusals.append(str(error))
+
+
+def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> None:
+    """Refuse a metric that lost more than is tolerated by all cases, and not by those that are counted.
+
+    What is left out asks what another case asks, as far as its file tells: a `prompt` may hold a part of the question.
+
+    Raises:
+        EvidenceError: so it is.
+    """
+    if m.bucket is not None or m.tolerance is None or definition.weight is not None:
+        return
+    more = [excess for mine, other in _pair_parts(ours, theirs) for excess in _list_excess(mine, other, definition)]
+    harm = m.harm + math.fsum(more) / (m.n + len(more))
+    if m.harm <= m.tolerance < harm:
+        raise EvidenceError(
+            f"{m.metric}: {len(more):,} cases were left out, as they ask what others ask, and with them the loss is "
+            f"{format_harm(m.metric, harm)}, tolerated {format_tolerance(m.metric, m.tolerance)}: equal questions "
+            "would lose alike; let the prompt say what tells them apart, or ask each once"
+        )
+
+
+def _pair_parts(ours: Outcomes, theirs: Outcomes) -> list[tuple[Outcomes, Outcomes]]:
+    return list(zip(ours.parts, theirs.parts, strict=True)) if ours.parts else [(ours, theirs)]
+
+
+def _list_excess(ours: Outcomes, theirs: Outcomes, definition: MetricDefinition) -> list[float]:
+    """Return of each case that is left out how much more it lost than the case that is counted for it."""
+    if not ours.left_out:
+        return []
+    key, sides = definition.score, []
+    for side in (ours, theirs):
+        records = [*side.records, *(record for record, _ in side.left_out)]
+        sides.append({r.case_id: r.scores[key] for r in records if key in r.scores})
+    lost = {case: definition.sign * (before - sides[1][case]) for case, before in sides[0].items() if case in sides[1]}
+    return [
+        lost[record.case_id] - lost[kept] for record, kept in ours.left_out if record.case_id in lost and kept in lost
+    ]
 
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:

@@ -106,6 +106,7 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
         name=pool,
         parts=tuple(parts),
         records=join_clusters(records, questions),
+        left_out=[],  # that of its parts
         questions=questions,
         task={f"{part.name}: {fact}": value for part in parts for fact, value in part.task.items()},
         note="; ".join(filter(None, (shared, *(f"{part.name}: {part.note}" for part in parts if part.note)))) or None,

@@ -126,8 +126,14 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
     ]
 
 
-def drop_repeats(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
-    """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
+def drop_repeats(
+    records: Sequence[CaseRecord], questions: Sequence[Question]
+) -> tuple[list[CaseRecord], list[tuple[CaseRecord, str]], str | None]:
+    """Leave out repeats until every question is there equally often, and say in one line what is repeated.
+
+    Returns:
+        What is kept; what is left out, each with the id of a kept case that asks the same; and the line, if any.
+    """
     repeats: dict[int, list[int]] = defaultdict(list)
     groups = join_by_keys(len(questions), ([(key, question.target) for key in question.own] for question in questions))
     for i in sort_by_id(records):
@@ -135,18 +141,20 @@ def drop_repeats(records: Sequence[CaseRecord], questions: Sequence[Question]) -
     least = min(map(len, repeats.values()))
     first = {i: places[0] for places in repeats.values() for i in places[least:]}
     if not first:
-        return list(records), None if least == 1 else (
+        note = (
             f"its {len(records):,} cases ask {len(repeats):,} questions, {least} times each: equal questions are one "
             "cluster; if they are not equal, let the prompt say what tells them apart"
         )
-    left_out = min(first)
+        return list(records), [], note if least > 1 else None
+    example = min(first)
     often = "once" if least == 1 else f"{least} times"
     note = (
-        f"{len(first):,} of {len(records):,} cases were left out, first {records[left_out].case_id!r}, which asks "
-        f"what {records[first[left_out]].case_id!r} asks: every question counts {often}, as often as the one that "
+        f"{len(first):,} of {len(records):,} cases were left out, first {records[example].case_id!r}, which asks "
+        f"what {records[first[example]].case_id!r} asks: every question counts {often}, as often as the one that "
         "is there least often"
     )
-    return [record for i, record in enumerate(records) if i not in first], note
+    left_out = [(records[i], records[kept].case_id) for i, kept in sorted(first.items())]
+    return [record for i, record in enumerate(records) if i not in first], left_out, note
 
 
 def format_alike(questions: Sequence[Question]) -> str | None:

@@ -130,6 +130,22 @@ def test_unflipped_questions_repeated_do_not_dilute_a_loss(
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("lost", "code"), [(50, 30), (12, 0)])  # of 400 cases in all, 12 are tolerated
+def test_a_loss_among_what_is_left_out_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, lost: int, code: int
+) -> None:
+    """200 rows had an instruction as their prompt; 199 of them were left out, with all that was lost, and it passed."""
+
+    def build(lost: int) -> list[tuple[str, float]]:
+        rows = [(f"question {i}", float(i > 20)) for i in range(200)]
+        return rows + [("Answer in a word.", float(i < 100 or i >= 100 + lost)) for i in range(200)]
+
+    came, said = compare(tmp_path, build(0), build(lost), capsys, format=format)
+    assert came == code and "199 of 400 cases were left out" in " ".join(said.split()), said
+    assert ("with them the loss is 12.50 points, tolerated 3 points" in " ".join(said.split())) == (code == 30), said
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "spell",
     [
