@@ -243,15 +243,22 @@ def _check_room(reference: Scores, candidate: Scores, tolerance: float, *, where
         )
 
 
-def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:
-    """Refuse a gated metric on which even a candidate that loses everything would pass.
+def check_loss_can_show(
+    measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord] = ()
+) -> None:
+    """Refuse a gated metric on which a loss of everything, or of all but what guessing gets, is tolerated.
 
     A broken evalset that nobody can solve would otherwise let everything through, and so would a tolerance of 3 that
     was meant as 3 points.
 
+    Args:
+        measurement: of the metric.
+        definition: of the metric.
+        records: the reference's of the whole eval, which may say among how many choices its answers are.
+
     Raises:
-        EvidenceError: the share of cases that the reference has right, or the mean of scores of 0 and more of which
-            more is better, is not above the tolerance.
+        EvidenceError: the share of cases that the reference has right, less what guessing gets, or the mean of scores
+            of 0 and more of which more is better, is not above the tolerance.
     """
     m = measurement
     is_mean = definition.estimator in ("mean", "ratio") and definition.harm == "absolute"
@@ -268,31 +275,13 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
             f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
-
-
-def explain_guesses(
-    measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord]
-) -> str | None:
-    """Say of a gated share of right choices that a candidate which guesses would lose no more than is tolerated.
-
-    The pass is none the less what was asked for, so nothing is refused: other metrics may hold what this one can't.
-
-    Args:
-        records: the reference's of the whole eval.
-
-    Returns:
-        None: a loss can show, or answers are free.
-    """
-    m = measurement
-    if m.tolerance is None or not definition.is_choice:
-        return None
-    guesses = CaseTable.of(records).expect_guesses(m.bucket)
-    if guesses == 0 or m.reference > guesses + m.tolerance:
-        return None
-    return (
-        f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of {m.n:,} cases "
-        f"and guessing in {round(guesses * m.n):,}, so a loss of all that it knows is tolerated; look at the evalset"
-    )
+    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice and records else 0.0
+    if m.tolerance is not None and guesses and m.reference <= guesses + m.tolerance:
+        raise EvidenceError(
+            f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of "
+            f"{m.n:,} cases and guessing in {round(guesses * m.n):,}, so a loss above the tolerance of "
+            f"{m.tolerance:g} can't show; look at the evalset"
+        )
 
 
 def _compare_scores(

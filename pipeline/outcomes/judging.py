@@ -18,7 +18,7 @@ from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, estimate_metrics, explain_guesses, list_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance
@@ -197,10 +197,8 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
                 alpha=rules.alpha,
                 tier=tolerance.tier,
             )
-            check_loss_can_show(measurement, definition)
+            check_loss_can_show(measurement, definition, pairs.reference)
             _check_left_out(measurement, definition, ours, theirs)
-            if told := explain_guesses(measurement, definition, pairs.reference):
-                findings.add_note(told, ReasonKind.LIMIT)
             findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
         except EvidenceError as error:
             if allowed is None:  # what nothing gates may be too small to compare

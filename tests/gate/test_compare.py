@@ -680,10 +680,12 @@ def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("right", "num_choices", "is_said"),
+    ("right", "num_choices", "is_refused"),
     [(112, 4, True), (113, 4, False), (212, 2, True), (213, 2, False), (112, 0, False)],  # of 400, 12 tolerated
 )
-def test_what_guessing_would_get_is_said(tmp_path: Path, right: int, num_choices: int, is_said: bool) -> None:
+def test_a_reference_that_knows_little_more_than_guessing_gets_proves_nothing(
+    tmp_path: Path, right: int, num_choices: int, is_refused: bool
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     for name in ("reference", "a"):
         rewrite_records(
@@ -697,11 +699,12 @@ def test_what_guessing_would_get_is_said(tmp_path: Path, right: int, num_choices
         )
     verdict = judge_tree(build, ["a"])["a"]
     said = [
-        f"note: choices/accuracy: the reference is right in {right} of 400 cases and guessing in "
-        f"{400 // num_choices}, so a loss of all that it knows is tolerated; look at the evalset"
-        for _ in range(is_said)
+        f"refused: choices/accuracy: the reference is right in {right} of 400 cases and guessing in "
+        f"{400 // num_choices}, so a loss above the tolerance of 0.03 can't show; look at the evalset"
+        for _ in range(is_refused)
     ]
-    assert verdict.outcome == "pass" and [s for s in list_said(verdict) if "guessing" in s] == said
+    assert verdict.outcome == ("refused" if is_refused else "pass")
+    assert [s for s in list_said(verdict) if "guessing" in s] == said
 
 
 def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path: Path) -> None:

@@ -266,8 +266,8 @@ def test_right_choices_are_set_against_those_of_guessing(
             row[metric] = float(i % 25 < 7)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         sides.append(path)
-    said = " ".join(
-        run("compare", *sides, "--metric", metric, "--better", f"{metric}=higher", capsys=capsys)[1].split()
-    )
+    code, text = run("compare", *sides, "--metric", metric, "--better", f"{metric}=higher", capsys=capsys)
+    said = " ".join(text.split())
     expected = f"the reference is right in 84 of 300 cases and guessing in {guessed}, so a loss"
     assert expected in said if guessed else "guessing" not in said
+    assert code == (30 if guessed else 0), said
