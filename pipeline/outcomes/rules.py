@@ -34,13 +34,8 @@ from pipeline.settings.yaml_files import read_yaml
 
 DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
 DEFAULT_ALPHA = 0.05
-_CHOICES = (
-    "acc",
-    "acc_norm",
-    "acc_bytes",
-    "acc_mutual_info",
-    "choice",
-)  # of lm-eval and inspect_ai: right ones among those given
+# of lm-eval and inspect_ai: right ones among those that are given
+_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "choice")
 _PLAIN_NAMES = {SCORE, "label", "rate", "rating", "result", "value"}  # of which only the file tells what is counted
 
 

@@ -50,6 +50,7 @@ from pipeline.settings.execution import RayExecution
 
 Ask = Callable[[str], Plan]
 STAGES = ("optimize", "evaluate")
+ENV_STAGE = "env"  # runs every time
 _TURNS = ENV / "turns"
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
 
@@ -203,7 +204,7 @@ def _remove_half_a_lock() -> None:
 
 def run_env() -> None:
     """Run stage `env`, whose digests say what is out of date; it also checks settings, files and memory."""
-    for command in read_own_commands(Path(), "env"):
+    for command in read_own_commands(Path(), ENV_STAGE):
         if subprocess.run(command, shell=True).returncode:
             raise QuantgateError("stage env: failed, as said above; nothing was made")
 

@@ -20,7 +20,7 @@ from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blockin
 from pipeline.gate.wording import use_metrics
 from pipeline.products.inputs import WARNED
 from pipeline.products.params import get_product, load_params
-from pipeline.products.prefetch import STAGES, make_ahead, open_run
+from pipeline.products.prefetch import ENV_STAGE, STAGES, make_ahead, open_run
 from pipeline.records.record_files import read_record
 from pipeline.report import PAGE
 from pipeline.report.terminal import render_gate
@@ -29,8 +29,6 @@ from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase
 from pipeline.running.staleness import list_due, note_runs
 from pipeline.settings.base import Product
-
-_ALWAYS = "env"  # the stage that runs every time: `open_run` has run it
 
 
 def repro(names: Sequence[str], num_jobs: int | None) -> int:
@@ -56,7 +54,7 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             view.later = phase.predict()
             make_ahead(view, candidates, share)
             _note(ahead, candidates)
-        if all(name == _ALWAYS for name in due):
+        if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
             code = 0
         else:

@@ -660,18 +660,24 @@ def test_different_evalsets_are_refused(tmp_path: Path) -> None:
     assert "different evalsets" in list_said(verdict)[0]
 
 
-def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Path) -> None:
-    build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
+def judge_equal_choices(folder: Path, *, right: int, num_choices: int = 0) -> Verdict:
+    """Judge a candidate that has the same 400 choices right as the reference, the first so many."""
+    build = tree(folder, {"a": Behaviour()}, num_cases=400)
     for name in ("reference", "a"):
         rewrite_records(
             build,
             name,
             "choices",
             lambda records: [
-                r.model_copy(update={"scores": {"accuracy": float(i < 12)}}) for i, r in enumerate(records)
+                r.model_copy(update={"scores": {"accuracy": float(i < right)}, "num_choices": num_choices})
+                for i, r in enumerate(records)
             ],
         )
-    verdict = judge_tree(build, ["a"])["a"]
+    return judge_tree(build, ["a"])["a"]
+
+
+def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Path) -> None:
+    verdict = judge_equal_choices(tmp_path, right=12)
     assert verdict.outcome == "refused"
     assert list_said(verdict)[0] == (
         "refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
@@ -686,18 +692,7 @@ def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Pa
 def test_a_reference_that_knows_little_more_than_guessing_gets_proves_nothing(
     tmp_path: Path, right: int, num_choices: int, is_refused: bool
 ) -> None:
-    build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
-    for name in ("reference", "a"):
-        rewrite_records(
-            build,
-            name,
-            "choices",
-            lambda records: [
-                r.model_copy(update={"scores": {"accuracy": float(i < right)}, "num_choices": num_choices})
-                for i, r in enumerate(records)
-            ],
-        )
-    verdict = judge_tree(build, ["a"])["a"]
+    verdict = judge_equal_choices(tmp_path, right=right, num_choices=num_choices)
     said = [
         f"refused: choices/accuracy: the reference is right in {right} of 400 cases and guessing in "
         f"{400 // num_choices}, so a loss above the tolerance of 0.03 can't show; look at the evalset"
