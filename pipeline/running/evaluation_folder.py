@@ -38,6 +38,11 @@ class WorkingFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
+    @property
+    def has_shards(self) -> bool:
+        """Say whether shards have done its work."""
+        return self._shards is not None
+
     def open_journal(self, name: str, facts: Facts, *, key: str) -> Journal:
         """Open the journal of one eval, with all that shards of it finished.
 

@@ -204,11 +204,11 @@ class Shards:
         """
         origins: dict[str, tuple[str, Path]] = {}  # digest of each entry, and which attempt has it
         for folder, attempt in self._attempts.items():
-            if (made := attempt.evals.get(name)) is None:
-                continue
+            path, made = folder / f"{name}.jsonl", attempt.evals.get(name)
+            if made is None or (made.sha256 is None and not path.is_file()):
+                continue  # killed before there was an entry
             self._check_equal(folder, attempt, made, facts, key)
-            path = folder / f"{name}.jsonl"
-            self._check_whole(path, made)
+            _check_whole(path, made)
             for entry in read_entries(path):
                 mark, origin = _digest_entry(entry), origins.get(entry["key"])
                 if origin is None:
@@ -241,23 +241,12 @@ class Shards:
                 "stage on one like that, and remove the other's folder"
             )
 
-    def _check_whole(self, path: Path, made: ShardEval) -> None:
-        if not path.is_file():
-            raise EvidenceError(
-                f"{path}: expected finished cases, found no file; remove its folder, and run that shard again"
-            )
-        if made.sha256 is not None and digest_file(path) != made.sha256:
-            raise EvidenceError(
-                f"{path}: expected {made.num_entries} entries as its attempt wrote them, got another file; copy it "
-                "again, or remove its folder and run that shard again"
-            )
-
 
 def find_shards(build: Path, candidate: str) -> Shards | None:
     """Return the shards of a candidate that lie in its build folder; None where there are none.
 
     Raises:
-        EvidenceError: one is missing or not finished, or they are parts of different wholes.
+        EvidenceError: one is missing, damaged or not finished, or they are parts of different wholes.
     """
     folder = _locate(build, candidate)
     paths = sorted(folder.glob(f"*-of-*/*/{_ATTEMPT}"))
@@ -281,7 +270,23 @@ def find_shards(build: Path, candidate: str) -> Shards | None:
             f"{', '.join(map(str, missing[:20]))}{', ...' if missing[20:] else ''}; run `python -m stages.evaluate "
             f"{candidate} --shard {missing[0]}/{counts[0]}`, or remove the folder to evaluate here"
         )
+    for home, attempt in attempts.items():
+        for name, made in attempt.evals.items():
+            if made.sha256 is not None:
+                _check_whole(home / f"{name}.jsonl", made)
     return Shards(folder, attempts)
+
+
+def _check_whole(path: Path, made: ShardEval) -> None:
+    if not path.is_file():
+        raise EvidenceError(
+            f"{path}: expected finished cases, found no file; remove its folder, and run that shard again"
+        )
+    if made.sha256 is not None and digest_file(path) != made.sha256:
+        raise EvidenceError(
+            f"{path}: expected {made.num_entries} entries as its attempt wrote them, got another file; copy it "
+            "again, or remove its folder and run that shard again"
+        )
 
 
 def _locate(build: Path, candidate: str) -> Path:

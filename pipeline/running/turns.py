@@ -1,44 +1,61 @@
 """Turns of processes that work side by side: what is timed has the machine to itself, and all else shares it.
 
-Whoever wants it alone keeps others from beginning anew, and waits for those that work. A process that dies gives its
-turn back. Not covered: work that takes no turns, such as servers and whole steps that have no batches.
+A task has a turn beside those of other processes (`share_machine`). For what it times it waits until nobody else has
+one, and keeps others from beginning anew (`have_machine_alone`). A process that dies gives its turn back. Not covered:
+work that takes no turns, such as servers and whole steps that have no batches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO
 
-F = TypeVar("F", bound=Callable[..., Any])
-_ALONE = "needs_machine_alone"  # the attribute of a function
-
-
-def time_alone(function: F) -> F:
-    """Mark a function whose times are evidence: it gets the machine to itself, wherever turns are taken."""
-    setattr(function, _ALONE, True)
-    return function
-
-
-def is_timed_alone(function: Callable[..., Any]) -> bool:
-    """Say whether a function is marked so."""
-    return bool(getattr(function, _ALONE, False))
+_own = threading.local()  # `turn`: the open locks of the task at work in this thread
 
 
 @contextlib.contextmanager
-def take_turn(folder: Path, *, alone: bool) -> Iterator[None]:
-    """Wait for a turn, and have it for the block.
+def share_machine(folder: Path) -> Iterator[None]:
+    """Wait for a turn beside others, and have it for the block.
 
     Args:
         folder: of the locks, the same for all that share a machine.
-        alone: nobody else has a turn meanwhile.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "door.lock").open("w") as door, (folder / "room.lock").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        if not alone:
-            fcntl.flock(door, fcntl.LOCK_UN)
+        _share(door, room)
+        _own.turn = (door, room)
+        try:
+            yield
+        finally:
+            del _own.turn
+
+
+@contextlib.contextmanager
+def have_machine_alone() -> Iterator[None]:
+    """Give a turn that is shared back, and have one alone for the block; a task without a turn has no others to fear.
+
+    Of several that wait, none has a turn that another waits for, so none waits for ever.
+    """
+    turn: tuple[IO[str], IO[str]] | None = getattr(_own, "turn", None)
+    if turn is None:
         yield
+        return
+    door, room = turn
+    fcntl.flock(room, fcntl.LOCK_UN)
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(room, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        _share(door, room)
+
+
+def _share(door: IO[str], room: IO[str]) -> None:
+    """Come in as one of many; whoever waits in the door to be alone comes first."""
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(room, fcntl.LOCK_SH)
+    fcntl.flock(door, fcntl.LOCK_UN)

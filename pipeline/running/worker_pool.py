@@ -2,8 +2,8 @@
 
 A process that dies, for lack of memory say, ends the run with one line; what other tasks made is kept. None outlives
 the stage that started it. Where several processes work side by side already, a pool of one worker is a thread of the
-process that asked for it (`work_here`): another process would import everything once more. Tasks take turns there: one
-that times something has the machine to itself, as it has in a stage.
+process that asked for it (`work_here`): another process would import everything once more. Tasks take turns there, so
+that what times something can have the machine to itself, as it has in a stage (`turns.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.errors import EngineError
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.importing import pause_collection
 from pipeline.running.quiet import silence_torchao
-from pipeline.running.turns import is_timed_alone, take_turn
+from pipeline.running.turns import share_machine
 
 R = TypeVar("R")
 
@@ -51,14 +51,14 @@ class _TurnTaking(Executor):
         self._pool, self._turns = pool, turns
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
-        return self._pool.submit(_run_in_turn, self._turns, is_timed_alone(function), function, *args, **kwargs)
+        return self._pool.submit(_run_in_turn, self._turns, function, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
-def _run_in_turn(turns: Path, alone: bool, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    with take_turn(turns, alone=alone):
+def _run_in_turn(turns: Path, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    with share_machine(turns):
         return function(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.running.turns import time_alone
+from pipeline.running.turns import have_machine_alone
 from pipeline.running.worker_pool import choose_gpu, get_loaded, keep_freed_memory
 
 
@@ -56,7 +56,7 @@ def choose_together(folder: Path, num_workers: int) -> int | None:
     return gpu
 
 
-@time_alone
 def time_something() -> str:
     """Stand for what needs the machine for itself."""
-    return "timed"
+    with have_machine_alone():
+        return "timed"

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,14 @@ class Workshop:
 
 
 def make_all(
-    params: Params, plans: Mapping[str, str], *, failing: tuple[str, ...] = (), num_jobs: int = 1
+    params: Params,
+    plans: Mapping[str, str],
+    *,
+    failing: tuple[str, ...] = (),
+    num_jobs: int = 1,
+    names: Sequence[str] = ("people",),
 ) -> tuple[list[str], Workshop]:
-    """Make the candidates of `people`; return those that failed, and the workshop."""
+    """Make the candidates of products; return those that failed, and the workshop."""
 
     def ask(name: str) -> Any:
         if plans.get(name) == "error":
@@ -62,7 +67,7 @@ def make_all(
     workshop: Any = Workshop(failing)
     share = prefetch.Share(params, defaultdict(dict), num_jobs, ())
     view = View(Path("progress.jsonl"))
-    failed = prefetch._make_all(ask, workshop, choose_candidates(params, ["people"]), share, view)
+    failed = prefetch._make_all(ask, workshop, choose_candidates(params, names), share, view)
     [phase] = view._phases
     assert not phase.waiting, "what needs no work is not waited for"
     return failed, workshop
@@ -89,6 +94,16 @@ def test_what_dvc_would_run_is_made_and_nothing_else(params: Params) -> None:
     failed, workshop = make_all(params, plans)
     assert not failed
     assert workshop.asked == ["optimize@people", "evaluate@people", "evaluate@people-again", "optimize@int8"]
+
+
+def test_products_take_turns_and_each_begins_with_its_reference(params: Params) -> None:
+    """On many cores the slowest product was begun last, and worked on when all others were done."""
+    names = {"agent": ["agent", "w8a8", "mixed"], "people": ["people", "int8"], "upscaler": ["upscaler"]}
+    plans = {f"evaluate@{name}": "run" for own in names.values() for name in own}
+    _, workshop = make_all(params, plans, names=list(names))
+    order = [name.partition("@")[2] for name in workshop.asked]
+    assert order[:3] == ["agent", "people", "upscaler"] and sorted(order) == sorted(sum(names.values(), []))
+    assert all([name for name in order if name in own] == own for own in names.values())
 
 
 def test_one_that_fails_is_named_and_stops_no_other(params: Params) -> None:

@@ -116,6 +116,23 @@ def test_an_attempt_goes_on_where_one_that_ended_stopped(build: Path) -> None:
     assert b'"second"' not in (again / f"{EVAL}.jsonl").read_bytes()
 
 
+def test_an_attempt_that_was_killed_before_its_first_entry_changes_nothing(build: Path) -> None:
+    """Its index comes first: a node that dies just then left a whole that could not be merged, all work done."""
+    killed = run_shard(build, Shard(2, 3), is_finished=False)
+    index = json.loads((killed / "attempt.json").read_text())
+    index["evals"][EVAL] = {"key": KEY}
+    (killed / "attempt.json").write_text(json.dumps(index))
+    (killed / f"{EVAL}.jsonl").unlink()
+    assert merge(build) == CLUSTERS
+
+
+def test_a_damaged_shard_is_refused_before_anything_starts(build: Path) -> None:
+    """A server was started and warm when the stage found it."""
+    _cut_file(build / "shards" / NAME)
+    with pytest.raises(EvidenceError, match="entries as its attempt wrote them, got another file"):
+        find_shards(build, NAME)
+
+
 def _drop_folder(home: Path) -> None:
     shutil.rmtree(home / "2-of-3")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
-from pipeline.products.vision.workers import measure_run, run_batch
-from pipeline.running.turns import is_timed_alone, take_turn
+import pytest
+
+from pipeline.running.turns import have_machine_alone, share_machine
 
 
 class Visitor(threading.Thread):
-    """Takes one turn and keeps it until it is let go."""
+    """Takes a turn, wants to be alone in it or not, and keeps it until it is let go."""
 
     def __init__(self, folder: Path, *, alone: bool) -> None:
         super().__init__(daemon=True)
@@ -20,7 +22,9 @@ class Visitor(threading.Thread):
 
     def run(self) -> None:
         """Wait for the turn."""
-        with take_turn(self.folder, alone=self.alone):
+        with share_machine(self.folder), ExitStack() as stack:
+            if self.alone:
+                stack.enter_context(have_machine_alone())
             self.has_turn.set()
             self.may_go.wait(60)
 
@@ -65,5 +69,25 @@ def test_one_at_a_time_is_alone(tmp_path: Path) -> None:
     waiting.leave()
 
 
-def test_what_a_detector_s_verdict_on_speed_rests_on_is_timed_alone() -> None:
-    assert is_timed_alone(measure_run) and not is_timed_alone(run_batch)
+def test_who_was_alone_goes_on_beside_others_and_may_be_alone_again(tmp_path: Path) -> None:
+    """What follows a timing would else keep the machine idle, or work while another one times."""
+    with share_machine(tmp_path):
+        with pytest.raises(ZeroDivisionError), have_machine_alone():
+            raise ZeroDivisionError
+        beside = Visitor(tmp_path, alone=False)
+        assert beside.comes_in()
+        beside.leave()
+        with have_machine_alone():
+            beside = Visitor(tmp_path, alone=False)
+            assert not beside.is_in()
+        assert beside.comes_in()
+        beside.leave()
+        timing = Visitor(tmp_path, alone=True)
+        assert not timing.is_in()
+    assert timing.comes_in()
+    timing.leave()
+
+
+def test_without_a_turn_nobody_is_waited_for() -> None:
+    with have_machine_alone(), have_machine_alone():
+        pass

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.running import worker_pool
-from pipeline.running.turns import take_turn
+from pipeline.running.turns import share_machine
 from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
 from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load, time_something
 from tests.fakes.processes import is_running, wait_for_end
@@ -179,7 +179,7 @@ def test_a_task_that_times_something_waits_until_no_other_process_works(tmp_path
         start_workers(load, 1, 1, **DIED, needs_own_process=needs_own) as pool,
         ExitStack() as others,
     ):
-        others.enter_context(take_turn(tmp_path / "turns", alone=False))
+        others.enter_context(share_machine(tmp_path / "turns"))
         assert pool.submit(add, 0).result()[0] == 1, "others work on beside it"
         timed = pool.submit(time_something)
         assert wait([timed], timeout=0.3).not_done

@@ -7,7 +7,8 @@ The total time of a candidate is shown beside the reference run plainly, too: ch
 as bfloat16 without it where float32 is forty times as fast. What is slower in total has no gain, and is timed no
 further.
 
-Time is of one batch, in pairs whose order alternates. Of the same weights it is shown only where both outputs are equal
+Time is of one batch, in pairs whose order alternates, with the machine to
+itself (`running/turns.py`). Of the same weights it is shown only where both outputs are equal
 within the number format's rounding (`rounding.py`). Another checkpoint, as an INT8 artefact is, and tiles beside whole
 pictures give other outputs by nature: their loss is the gate's matter. An emulated policy has no speed of its own
 (`benchmarks/winograd_speed.py` measures real kernels).
@@ -36,6 +37,7 @@ from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.serving import NetworkServing
 from pipeline.running.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.running.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
+from pipeline.running.turns import have_machine_alone
 
 ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
@@ -159,8 +161,9 @@ def measure_speed(
 
     decides = base == serving.model_copy(update=_LAYOUT) and load_base is None
     rounds = ROUNDS if decides else MIN_ROUNDS
-    # [round, theirs or ours, clock]
-    pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
+    with have_machine_alone():
+        times = time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock)
+    pairs: Floats = np.array(times)  # [round, theirs or ours, clock]
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
     return speed | {
         "timed": {
@@ -195,9 +198,10 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
     graphs: list[int] = []
     breaks, over, seconds = [], [], []
     for pixels in batches:
-        start = time.perf_counter()
-        network.run(network.prepare(pixels))
-        seconds.append(time.perf_counter() - start)
+        with have_machine_alone():
+            start = time.perf_counter()
+            network.run(network.prepare(pixels))
+            seconds.append(time.perf_counter() - start)
         graphs.append(counters["stats"]["unique_graphs"])
         breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
         over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))

@@ -43,7 +43,7 @@ from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
 from pipeline.running.progress import Progress
-from pipeline.running.shards import AttemptFolder, Shard, choose_batches, find_shards
+from pipeline.running.shards import AttemptFolder, Shard, choose_batches
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
@@ -76,7 +76,7 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
             key = digest_work(product, settings, evalset, root)
             cache = working.path / ".compiled"
             # what shards have judged was beside pictures of their own
-            made = None if find_shards(build, candidate.name) else build / "evaluations" / product.reference
+            made = None if working.has_shards else build / "evaluations" / product.reference
             with _start(candidate, product, name, evalset, root=root, key=key, made=made, cache=cache) as pool:
                 facts, beside = pool.submit(read_facts).result(), pool.submit(read_beside).result()
                 work = digest_json([key, beside]) if beside else key

@@ -37,7 +37,6 @@ from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.tracing import record_trace
-from pipeline.running.turns import time_alone
 from pipeline.running.worker_pool import choose_gpu, get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
@@ -310,7 +309,6 @@ class ShapeBatch:
     num_pictures: int
 
 
-@time_alone
 def measure_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
     """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +266,34 @@ def test_a_network_that_draws_at_random_is_refused(tmp_path: Path, forward: str)
         "standard deviation, expected at most 0.0001; take what is random out of the module",
     ):
         measure_all(load, NetworkServing(), PIXELS, PIXELS[:1], [PIXELS])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"channels_last": True}, pytest.param({"compile_mode": "default"}, marks=pytest.mark.slow)],
+    ids=["speed", "speed-and-compilation"],
+)
+def test_what_is_timed_has_the_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """A verdict would rest on what a neighbour did."""
+    alone, read = [False], []
+
+    @contextlib.contextmanager
+    def be_alone() -> Iterator[None]:
+        alone.append(True)
+        yield
+        alone.pop()
+
+    def read_clock() -> float:
+        read.append(alone[-1])
+        return time.perf_counter()
+
+    monkeypatch.setattr(costs, "have_machine_alone", be_alone)
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=read_clock))
+    serving = NetworkServing(batch_size=2, **changes)
+    measure_all(make_load(tmp_path), serving, PIXELS, PIXELS[:1], [PIXELS])
+    assert len(read) >= 4 * costs.MIN_ROUNDS and all(read)
 
 
 def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
