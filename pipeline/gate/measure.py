@@ -243,9 +243,7 @@ def _check_room(reference: Scores, candidate: Scores, tolerance: float, *, where
         )
 
 
-def check_loss_can_show(
-    measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord] = ()
-) -> None:
+def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord]) -> None:
     """Refuse a gated metric on which a loss of everything, or of all but what guessing gets, is tolerated.
 
     A broken evalset that nobody can solve would otherwise let everything through, and so would a tolerance of 3 that
@@ -275,7 +273,7 @@ def check_loss_can_show(
             f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
-    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice and records else 0.0
+    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice else 0.0
     if m.tolerance is not None and guesses and m.reference <= guesses + m.tolerance:
         raise EvidenceError(
             f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of "

@@ -4,7 +4,8 @@ A line is one document under one filter. Its metrics are named as lm-eval's tabl
 `exact_match,strict-match` where the filter has a name. The case is the document, its prompt, its target and the
 arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
 that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
-better, and the version and filters of the task. Read without lm-eval.
+better, and the version and filters of the task. Samples name no model: two that answer alike have the same, and the
+results of their runs tell them apart. Read without lm-eval.
 
 Not covered: metrics that lm-eval computes from all documents together (bleu, f1 of a corpus): no case has a score of
 its own. Files of lm-eval before 0.4.3 have no hashes and are refused.
@@ -30,6 +31,7 @@ from pipeline.outcomes.cases import (
     read_number,
 )
 from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
+from pipeline.records.digests import digest_file
 from pipeline.records.files import read_bounded
 from pipeline.settings.metrics import MetricDefinition
 
@@ -76,7 +78,8 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     cases = list(documents.values())
     named = _NAME.fullmatch(path.stem)
     task = named["task"] if named else path.stem
-    facts, better = _read_results(path.with_name(f"results_{named['date']}.json"), task) if named else ({}, {})
+    results = path.with_name(f"results_{named['date']}.json") if named else None
+    facts, better = _read_results(results, task) if results and results.is_file() else ({}, {})
     facts |= {"task": task} if named else {}
     return build_outcomes(
         task,
@@ -91,6 +94,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
             if name.partition(",")[0] in better
         },
         definitions=definitions,
+        run=digest_file(results) if results and results.is_file() else None,
     )
 
 
@@ -201,8 +205,6 @@ def _drop_addresses(text: str) -> str:
 
 def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
     """Read what lm-eval's results file tells of a task: what both sides must share, and the better directions."""
-    if not path.is_file():
-        return {}, {}
     results = parse_json(read_bounded(path), str(path))
 
     def find(*keys: str) -> Any:

@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.running.turns import have_machine_alone
+
 T = TypeVar("T")
 C = TypeVar("C", float, NDArray[np.float64])
 Run = Callable[[], torch.Tensor]
@@ -58,6 +60,8 @@ def time_in_turn(
 ) -> list[tuple[C, C]]:
     """Time two calls in pairs whose order alternates, so that a trend hits both, after some that are not counted.
 
+    While it counts, the machine is theirs alone, where turns are taken (`turns.py`).
+
     Args:
         first: one call.
         second: the other.
@@ -69,15 +73,19 @@ def time_in_turn(
     """
     for run in (first, second) * WARM_UPS:
         run()
-    pairs = []
-    for i in range(rounds):
-        took = {}
-        for name, run in sorted({"first": first, "second": second}.items(), reverse=bool(i % 2)):
-            start = clock()
-            run()
-            took[name] = clock() - start
-        pairs.append((took["first"], took["second"]))
-    return pairs
+    with have_machine_alone():
+        return [_time_pair(first, second, clock, is_reversed=bool(i % 2)) for i in range(rounds)]
+
+
+def _time_pair(
+    first: Callable[[], Any], second: Callable[[], Any], clock: Callable[[], C], *, is_reversed: bool
+) -> tuple[C, C]:
+    took = {}
+    for name, run in sorted({"first": first, "second": second}.items(), reverse=is_reversed):
+        start = clock()
+        run()
+        took[name] = clock() - start
+    return took["first"], took["second"]
 
 
 def compare_outputs(got: torch.Tensor, expected: torch.Tensor) -> float:

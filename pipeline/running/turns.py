@@ -1,8 +1,9 @@
 """Turns of processes that work side by side: what is timed has the machine to itself, and all else shares it.
 
 A task has a turn beside those of other processes (`share_machine`). For what it times it waits until nobody else has
-one, and keeps others from beginning anew (`have_machine_alone`). A process that dies gives its turn back. Not covered:
-work that takes no turns, such as servers and whole steps that have no batches.
+one, and keeps others from beginning anew (`have_machine_alone`). All that wait for that follow each other before others
+go on: to wait until the machine is empty may take longer than what is timed. A process that dies gives its turn back.
+Not covered: work that takes no turns, such as servers and whole steps that have no batches.
 """
 
 from __future__ import annotations
@@ -46,16 +47,18 @@ def have_machine_alone() -> Iterator[None]:
         return
     door, room = turn
     fcntl.flock(room, fcntl.LOCK_UN)
-    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(door, fcntl.LOCK_SH)  # shut for those who share, until nobody is left who wants to be alone
     fcntl.flock(room, fcntl.LOCK_EX)
     try:
         yield
     finally:
+        fcntl.flock(room, fcntl.LOCK_UN)
+        fcntl.flock(door, fcntl.LOCK_UN)
         _share(door, room)
 
 
 def _share(door: IO[str], room: IO[str]) -> None:
-    """Come in as one of many; whoever waits in the door to be alone comes first."""
+    """Come in as one of many, when nobody wants to be alone."""
     fcntl.flock(door, fcntl.LOCK_EX)
     fcntl.flock(room, fcntl.LOCK_SH)
     fcntl.flock(door, fcntl.LOCK_UN)

@@ -47,9 +47,9 @@ def test_a_reference_that_burns_nothing_can_be_gated_and_one_that_burns_all_can_
         m = measure_metric(pair(bad, bad), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
         if is_refused:
             with pytest.raises(EvidenceError, match="the reference is right in 0 of 200 cases"):
-                check_loss_can_show(m, METRIC)
+                check_loss_can_show(m, METRIC, [])
         else:
-            check_loss_can_show(m, METRIC)
+            check_loss_can_show(m, METRIC, [])
 
 
 def test_a_burnt_image_is_shown_as_a_loss() -> None:

@@ -240,6 +240,26 @@ def test_one_copied_eval_among_others_is_refused(sides: tuple[Path, Path], capsy
     assert code == 30 and said.count("holds the same bytes") == 1
 
 
+@pytest.mark.parametrize(
+    ("results", "code"),
+    [((None, None), 30), (("a", None), 30), (("a", "a"), 30), (("a", "b"), 0)],
+    ids=["none", "one", "a-copy", "two-runs"],
+)
+def test_two_models_that_answer_alike_differ_in_their_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], results: tuple[str | None, str | None], code: int
+) -> None:
+    """Samples of lm-eval name no model: what loses nothing, as a kernel or drafts may, could not be judged at all."""
+    files = []
+    for side, model in zip("ab", results, strict=True):
+        files.append(write_samples(tmp_path / side / "run"))
+        if model:
+            files[-1].with_name(f"results_{DATE}.json").write_text(json.dumps({"model_name": model}))
+    assert files[0].read_bytes() == files[1].read_bytes()
+    got, said = run("compare", *files, *OPTIONS, capsys=capsys)
+    assert got == code, said
+    assert ("was it another model that answered?" if code == 0 else "holds the same bytes") in said
+
+
 def test_equal_outcomes_in_other_bytes_stay_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = (write_outcomes(tmp_path / f"{side}.csv", [1.0] * 200) for side in "ab")
     code, said = run("compare", ours, theirs, capsys=capsys)

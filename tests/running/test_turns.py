@@ -12,17 +12,23 @@ from pipeline.running.turns import have_machine_alone, share_machine
 
 
 class Visitor(threading.Thread):
-    """Takes a turn, wants to be alone in it or not, and keeps it until it is let go."""
+    """Takes a turn, wants to be alone in it or not, and keeps it until it is let go.
 
-    def __init__(self, folder: Path, *, alone: bool) -> None:
+    With a meeting, it says there that it has a turn beside others, and is met there again before it wants to be alone.
+    """
+
+    def __init__(self, folder: Path, *, alone: bool, meeting: threading.Barrier | None = None) -> None:
         super().__init__(daemon=True)
-        self.folder, self.alone = folder, alone
+        self.folder, self.alone, self.meeting = folder, alone, meeting
         self.has_turn, self.may_go = threading.Event(), threading.Event()
         self.start()
 
     def run(self) -> None:
         """Wait for the turn."""
         with share_machine(self.folder), ExitStack() as stack:
+            if self.meeting:
+                self.meeting.wait(60)
+                self.meeting.wait(60)
             if self.alone:
                 stack.enter_context(have_machine_alone())
             self.has_turn.set()
@@ -37,9 +43,15 @@ class Visitor(threading.Thread):
         return self.has_turn.wait(60)
 
     def leave(self) -> None:
-        """Give the turn back."""
+        """Give the turn back; whoever was alone then waits to go on beside others."""
         self.may_go.set()
-        self.join(60)
+
+
+def see_who_is_in(both: list[Visitor]) -> list[Visitor]:
+    """Return two of whom one has its turn, that one first."""
+    while not any(visitor.is_in() for visitor in both):
+        pass
+    return sorted(both, key=lambda visitor: not visitor.has_turn.is_set())
 
 
 def test_turns_are_shared_unless_somebody_needs_the_machine_alone(tmp_path: Path) -> None:
@@ -60,9 +72,7 @@ def test_turns_are_shared_unless_somebody_needs_the_machine_alone(tmp_path: Path
 
 def test_one_at_a_time_is_alone(tmp_path: Path) -> None:
     both = [Visitor(tmp_path, alone=True) for _ in range(2)]
-    while not any(visitor.is_in() for visitor in both):
-        pass
-    inside, waiting = sorted(both, key=lambda visitor: not visitor.has_turn.is_set())
+    inside, waiting = see_who_is_in(both)
     assert not waiting.is_in()
     inside.leave()
     assert waiting.comes_in()
@@ -86,6 +96,25 @@ def test_who_was_alone_goes_on_beside_others_and_may_be_alone_again(tmp_path: Pa
         assert not timing.is_in()
     assert timing.comes_in()
     timing.leave()
+
+
+def test_all_that_time_something_follow_each_other_before_others_go_on(tmp_path: Path) -> None:
+    """To wait until the machine is empty takes longer than a timing: each waited for a batch of all others."""
+    meeting = threading.Barrier(2)
+    second = Visitor(tmp_path, alone=True, meeting=meeting)
+    meeting.wait(60)  # it has a turn beside others
+    first = Visitor(tmp_path, alone=True)
+    assert not first.is_in()
+    beside = Visitor(tmp_path, alone=False)
+    assert not beside.is_in()
+    meeting.wait(60)  # it wants to be alone, later than the third came
+    inside, waiting = see_who_is_in([first, second])
+    assert not waiting.is_in() and not beside.is_in()
+    inside.leave()
+    assert waiting.comes_in() and not beside.is_in()
+    waiting.leave()
+    assert beside.comes_in()
+    beside.leave()
 
 
 def test_without_a_turn_nobody_is_waited_for() -> None:

@@ -161,9 +161,8 @@ def measure_speed(
 
     decides = base == serving.model_copy(update=_LAYOUT) and load_base is None
     rounds = ROUNDS if decides else MIN_ROUNDS
-    with have_machine_alone():
-        times = time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock)
-    pairs: Floats = np.array(times)  # [round, theirs or ours, clock]
+    # [round, theirs or ours, clock]
+    pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
     return speed | {
         "timed": {

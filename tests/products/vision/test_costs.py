@@ -22,6 +22,7 @@ from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.products.vision.loading import load_network
 from pipeline.records.serving import ConvArithmetic, NetworkServing, Tiling
+from pipeline.running import timing
 from pipeline.running.timing import TOLERANCES, find_tolerance
 from tests.fakes.tiny_networks import DETECTOR, write_detector
 
@@ -289,7 +290,8 @@ def test_what_is_timed_has_the_machine_alone(
         read.append(alone[-1])
         return time.perf_counter()
 
-    monkeypatch.setattr(costs, "have_machine_alone", be_alone)
+    for module in (costs, timing):
+        monkeypatch.setattr(module, "have_machine_alone", be_alone)
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=read_clock))
     serving = NetworkServing(batch_size=2, **changes)
     measure_all(make_load(tmp_path), serving, PIXELS, PIXELS[:1], [PIXELS])
