@@ -37,7 +37,6 @@ from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.serving import NetworkServing
 from pipeline.running.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.running.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
-from pipeline.running.turns import have_machine_alone
 
 ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
@@ -183,7 +182,8 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
     """Return what compilation met from its first call on, over one batch of each shape.
 
     Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is
-    empty at first, so its first call takes as long as on a machine that never saw the network. Where torch has compiled
+    empty at first, so its first call takes as long as on a machine that never saw the network and works on what else
+    this one does: no verdict rests on it, and others would wait for a minute. Where torch has compiled
     a function as often as its limit allows, it runs it without for every further shape and only logs it:
     `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.
     """
@@ -197,10 +197,9 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
     graphs: list[int] = []
     breaks, over, seconds = [], [], []
     for pixels in batches:
-        with have_machine_alone():
-            start = time.perf_counter()
-            network.run(network.prepare(pixels))
-            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        network.run(network.prepare(pixels))
+        seconds.append(time.perf_counter() - start)
         graphs.append(counters["stats"]["unique_graphs"])
         breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
         over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))

@@ -59,7 +59,8 @@ _LEGEND = {  # by column
   ends below {GAIN_BELOW:g}; what is slower in total has none, and is timed no further. Where outputs of
   the same weights differ by more than rounding explains, nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
-  **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
+  **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.
+  The **first call** compiles, beside whatever else the machine worked on.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
     _WORK: """- **work**: pixels that the network is run on, per pixel of the largest picture, as tiles
   overlap. What tiles alone cost is timed beside whole pictures, other steps within the same tiles.""",
