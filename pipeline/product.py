@@ -79,6 +79,7 @@ class Kind(Protocol[P]):
     evals: Mapping[str, type[Eval]]  # the settings of each kind of eval, which say what it measures
     start_options: Mapping[str, str]  # what `start_product` may be told beside name and checkpoint, with a line of help
     shards_at_once: int  # of a replica: more than one where the last cases of a shard would leave it idle
+    has_servers: bool  # that answer for its candidates, beside the process that asks them
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings of a new product that run, as its checkpoint allows them, and example cases.

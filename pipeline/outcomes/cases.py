@@ -95,7 +95,7 @@ class Outcomes:
         better: per score, the direction that the file tells.
         definitions: metrics whose arithmetic the format knows.
         weight: the score that every other one is divided by, where the file has one.
-        run: digest of what else its run wrote, where the file itself names no model.
+        model: digest of what a file beside it tells of the model, where it names none itself.
         note: what was done to its cases, in one line.
         left_out: records of questions that others ask already, each with the id of such another.
         parts: evals that are pooled in it.
@@ -112,7 +112,7 @@ class Outcomes:
     better: dict[str, Direction] = field(default_factory=dict)
     definitions: dict[str, MetricDefinition] = field(default_factory=dict)
     weight: str | None = None
-    run: str | None = None
+    model: str | None = None
     note: str | None = None
     left_out: list[tuple[CaseRecord, str]] = field(default_factory=list)
     parts: tuple[Outcomes, ...] = ()
@@ -172,7 +172,7 @@ def build_outcomes(
     Args:
         name: of the eval.
         cases: condensed.
-        known: `better`, `definitions`, `weight` and `run` of the outcomes.
+        known: `better`, `definitions`, `weight` and `model` of the outcomes.
 
     Raises:
         EvidenceError: no case, one that is there twice, one without a judgement, or too many buckets.

@@ -158,16 +158,16 @@ def _list_left_out(ours: Outcomes, rules: Rules) -> list[str]:
 def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
     """Refuse a candidate's file that is the reference's: a copy or a link proves nothing of a model.
 
-    Samples of lm-eval name no model, so those of two that answer alike are equal, and their runs' results are not.
+    Where files name no model, those of two that answer alike are equal, and what lies beside them tells them apart.
     """
     for mine, other in zip(ours.parts, theirs.parts, strict=True):
         _check_other_file(mine, other)
-    is_one_run = None in (ours.run, theirs.run) or ours.run == theirs.run
-    if not ours.parts and is_one_run and digest_file(ours.path) == digest_file(theirs.path):
+    is_one_model = None in (ours.model, theirs.model) or ours.model == theirs.model
+    if not ours.parts and is_one_model and digest_file(ours.path) == digest_file(theirs.path):
         raise EvidenceError(
             f"{theirs.path}: holds the same bytes as the reference's {ours.path}, and a comparison "
             "with itself proves nothing; give the candidate's own (of two models that answer alike, tables differ by a "
-            "column that names the model, and samples of lm-eval have the results of their runs beside them)"
+            "column that names the model, and lm-eval's results_<date>.json beside both samples by their model_args)"
         )
 
 

@@ -4,8 +4,8 @@ A line is one document under one filter. Its metrics are named as lm-eval's tabl
 `exact_match,strict-match` where the filter has a name. The case is the document, its prompt, its target and the
 arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
 that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
-better, and the version and filters of the task. Samples name no model: two that answer alike have the same, and the
-results of their runs tell them apart. Read without lm-eval.
+better, the version and filters of the task, and the model: samples name none, so those of two that answer alike are
+equal. Read without lm-eval.
 
 Not covered: metrics that lm-eval computes from all documents together (bleu, f1 of a corpus): no case has a score of
 its own. Files of lm-eval before 0.4.3 have no hashes and are refused.
@@ -31,7 +31,7 @@ from pipeline.outcomes.cases import (
     read_number,
 )
 from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
-from pipeline.records.digests import digest_file
+from pipeline.records.digests import digest_json
 from pipeline.records.files import read_bounded
 from pipeline.settings.metrics import MetricDefinition
 
@@ -39,6 +39,7 @@ FORMAT = "lm_eval"
 _NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
+_MODEL = ("model", "model_args", "model_dtype", "model_revision", "model_sha")  # of the results' config
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
 # their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
 _LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2)}
@@ -78,8 +79,8 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     cases = list(documents.values())
     named = _NAME.fullmatch(path.stem)
     task = named["task"] if named else path.stem
-    results = path.with_name(f"results_{named['date']}.json") if named else None
-    facts, better = _read_results(results, task) if results and results.is_file() else ({}, {})
+    results = _read_results(path.with_name(f"results_{named['date']}.json")) if named else {}
+    facts, better = _describe_task(results, task)
     facts |= {"task": task} if named else {}
     return build_outcomes(
         task,
@@ -94,7 +95,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
             if name.partition(",")[0] in better
         },
         definitions=definitions,
-        run=digest_file(results) if results and results.is_file() else None,
+        model=_digest_model(results),
     )
 
 
@@ -203,24 +204,36 @@ def _drop_addresses(text: str) -> str:
     return re.sub(_ADDRESS, "", text)
 
 
-def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
-    """Read what lm-eval's results file tells of a task: what both sides must share, and the better directions."""
-    results = parse_json(read_bounded(path), str(path))
+def _read_results(path: Path) -> Any:
+    """Read lm-eval's results file; {} where there is none."""
+    return parse_json(read_bounded(path), str(path)) if path.is_file() else {}
 
-    def find(*keys: str) -> Any:
-        value = results
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
 
+def _find(results: Any, *keys: str) -> Any:
+    for key in keys:
+        results = results.get(key) if isinstance(results, dict) else None
+    return results
+
+
+def _digest_model(results: Any) -> str | None:
+    """Return a digest of what the results tell of the model; None where that is nothing, or a cache may have answered.
+
+    lm-eval's cache asks nothing of the model for what another one has answered.
+    """
+    told = {key: _find(results, "config", key) for key in _MODEL}
+    return digest_json(told) if told["model_args"] and not _find(results, "config", "use_cache") else None
+
+
+def _describe_task(results: Any, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
+    """Return what the results tell of a task: what both sides must share, and the better directions."""
     facts = {
-        "version": find("versions", task),
-        "filters": find("configs", task, "filter_list"),
-        "repeats": find("configs", task, "repeats"),
-        "metrics": find("configs", task, "metric_list"),
-        "judging": _describe_code(find("configs", task)),
+        "version": _find(results, "versions", task),
+        "filters": _find(results, "configs", task, "filter_list"),
+        "repeats": _find(results, "configs", task, "repeats"),
+        "metrics": _find(results, "configs", task, "metric_list"),
+        "judging": _describe_code(_find(results, "configs", task)),
     }
-    directions = find("higher_is_better", task)
+    directions = _find(results, "higher_is_better", task)
     better: dict[str, Direction] = {
         metric: "higher" if is_higher else "lower"
         for metric, is_higher in (directions.items() if isinstance(directions, dict) else ())

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -261,7 +260,7 @@ class _Workshop:
 
 def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: Share, view: View) -> list[str]:
     """Work on the candidates that are out of date, so many at once; return those that failed."""
-    first = {name: stage for name in _mix_products(candidates) if (stage := _find_first_stage(ask, name)) is not None}
+    first = {name: stage for name in _order(candidates) if (stage := _find_first_stage(ask, name)) is not None}
     if first and isinstance(share.params.execution, RayExecution):
         _check_cluster()
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
@@ -291,15 +290,12 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     return [name for name, made in zip(first, is_made, strict=True) if not made]
 
 
-def _mix_products(candidates: Mapping[str, Product]) -> list[str]:
-    """Return the names so that each product has begun before any goes on: one of slow candidates is not left for last.
+def _order(candidates: Mapping[str, Product]) -> list[str]:
+    """Return the names in the order of params.yaml, but last those that servers answer for: these take no turns.
 
-    Of each product they keep their order, in which the reference is first: others take over what it has made.
+    So the times of others are not taken beside them, and on many cores what takes longest is not begun last.
     """
-    by_product: dict[str, list[str]] = {}
-    for name, product in candidates.items():
-        by_product.setdefault(product.name, []).append(name)
-    return [name for name in chain.from_iterable(zip_longest(*by_product.values())) if name is not None]
+    return sorted(candidates, key=lambda name: KINDS[candidates[name].kind].has_servers)
 
 
 def _find_first_stage(ask: Ask, name: str) -> str | None:

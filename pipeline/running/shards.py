@@ -206,7 +206,7 @@ class Shards:
         for folder, attempt in self._attempts.items():
             path, made = folder / f"{name}.jsonl", attempt.evals.get(name)
             if made is None or (made.sha256 is None and not path.is_file()):
-                continue  # killed before there was an entry
+                continue  # killed before it had a file
             self._check_equal(folder, attempt, made, facts, key)
             _check_whole(path, made)
             for entry in read_entries(path):

@@ -71,9 +71,9 @@ def time_in_turn(
     Returns:
         The seconds of both, pair by pair.
     """
-    for run in (first, second) * WARM_UPS:
-        run()
     with have_machine_alone():
+        for run in (first, second) * WARM_UPS:
+            run()
         return [_time_pair(first, second, clock, is_reversed=bool(i % 2)) for i in range(rounds)]
 
 

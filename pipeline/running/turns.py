@@ -3,7 +3,7 @@
 A task has a turn beside those of other processes (`share_machine`). For what it times it waits until nobody else has
 one, and keeps others from beginning anew (`have_machine_alone`). All that wait for that follow each other before others
 go on: to wait until the machine is empty may take longer than what is timed. A process that dies gives its turn back.
-Not covered: work that takes no turns, such as servers and whole steps that have no batches.
+Not covered: what takes no turns, such as servers, the loading of weights and whole steps that have no batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def share_machine(folder: Path) -> Iterator[None]:
 def have_machine_alone() -> Iterator[None]:
     """Give a turn that is shared back, and have one alone for the block; a task without a turn has no others to fear.
 
-    Of several that wait, none has a turn that another waits for, so none waits for ever.
+    Within the block it asks for nothing. Of several that wait, none has a turn that another waits for.
     """
     turn: tuple[IO[str], IO[str]] | None = getattr(_own, "turn", None)
     if turn is None:
@@ -49,12 +49,14 @@ def have_machine_alone() -> Iterator[None]:
     fcntl.flock(room, fcntl.LOCK_UN)
     fcntl.flock(door, fcntl.LOCK_SH)  # shut for those who share, until nobody is left who wants to be alone
     fcntl.flock(room, fcntl.LOCK_EX)
+    _own.turn = None
     try:
         yield
     finally:
         fcntl.flock(room, fcntl.LOCK_UN)
         fcntl.flock(door, fcntl.LOCK_UN)
         _share(door, room)
+        _own.turn = turn
 
 
 def _share(door: IO[str], room: IO[str]) -> None:

@@ -241,19 +241,26 @@ def test_one_copied_eval_among_others_is_refused(sides: tuple[Path, Path], capsy
 
 
 @pytest.mark.parametrize(
-    ("results", "code"),
-    [((None, None), 30), (("a", None), 30), (("a", "a"), 30), (("a", "b"), 0)],
-    ids=["none", "one", "a-copy", "two-runs"],
+    ("told", "code"),
+    [
+        pytest.param((None, None), 30, id="nothing"),
+        pytest.param(({"model_args": "a"}, None), 30, id="of-one"),
+        pytest.param(({"model_args": "a"}, {"model_args": "a"}), 30, id="one-model-twice"),
+        pytest.param(({"model_args": "a"}, {"model_args": "b"}), 0, id="two-models"),
+        pytest.param(({"model_args": "a"}, {"model_args": "b", "use_cache": "a.db"}), 30, id="answers-of-a-cache"),
+        pytest.param(({"model": "hf"}, {"model": "vllm"}), 30, id="no-arguments"),
+    ],
 )
 def test_two_models_that_answer_alike_differ_in_their_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], results: tuple[str | None, str | None], code: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], told: tuple[dict[str, str] | None, ...], code: int
 ) -> None:
     """Samples of lm-eval name no model: what loses nothing, as a kernel or drafts may, could not be judged at all."""
     files = []
-    for side, model in zip("ab", results, strict=True):
+    for side, config in zip("ab", told, strict=True):
         files.append(write_samples(tmp_path / side / "run"))
-        if model:
-            files[-1].with_name(f"results_{DATE}.json").write_text(json.dumps({"model_name": model}))
+        if config:
+            results = {"config": config, "end_time": side}
+            files[-1].with_name(f"results_{DATE}.json").write_text(json.dumps(results))
     assert files[0].read_bytes() == files[1].read_bytes()
     got, said = run("compare", *files, *OPTIONS, capsys=capsys)
     assert got == code, said

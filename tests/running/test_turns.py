@@ -49,8 +49,7 @@ class Visitor(threading.Thread):
 
 def see_who_is_in(both: list[Visitor]) -> list[Visitor]:
     """Return two of whom one has its turn, that one first."""
-    while not any(visitor.is_in() for visitor in both):
-        pass
+    assert any(visitor.is_in() for visitor in both * 100)
     return sorted(both, key=lambda visitor: not visitor.has_turn.is_set())
 
 
@@ -114,6 +113,15 @@ def test_all_that_time_something_follow_each_other_before_others_go_on(tmp_path:
     assert waiting.comes_in() and not beside.is_in()
     waiting.leave()
     assert beside.comes_in()
+    beside.leave()
+
+
+def test_who_is_alone_stays_alone_when_it_asks_again(tmp_path: Path) -> None:
+    with share_machine(tmp_path), have_machine_alone():
+        with have_machine_alone():
+            pass
+        beside = Visitor(tmp_path, alone=False)
+        assert not beside.is_in()
     beside.leave()
 
 

@@ -24,6 +24,7 @@ class ImagesKind:
     evals: Mapping[str, type[Eval]] = {"images": ImagesEval}
     start_options: Mapping[str, str] = {"clip": "folder of the CLIP that judges the pictures"}
     shards_at_once = 1
+    has_servers = False
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings that run, and example cases."""

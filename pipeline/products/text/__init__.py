@@ -29,6 +29,7 @@ class TextKind:
     }
     start_options: Mapping[str, str] = {}
     shards_at_once = 2
+    has_servers = True
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings that run, and example cases."""

@@ -28,6 +28,7 @@ class VisionKind:
         "adapter": "Python file of the network; else the only one in its folder",
     }
     shards_at_once = 1
+    has_servers = False
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Return the smallest settings that run, and example cases."""

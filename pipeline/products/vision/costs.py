@@ -7,11 +7,10 @@ The total time of a candidate is shown beside the reference run plainly, too: ch
 as bfloat16 without it where float32 is forty times as fast. What is slower in total has no gain, and is timed no
 further.
 
-Time is of one batch, in pairs whose order alternates, with the machine to
-itself (`running/turns.py`). Of the same weights it is shown only where both outputs are equal
-within the number format's rounding (`rounding.py`). Another checkpoint, as an INT8 artefact is, and tiles beside whole
-pictures give other outputs by nature: their loss is the gate's matter. An emulated policy has no speed of its own
-(`benchmarks/winograd_speed.py` measures real kernels).
+Time is of one batch, in pairs whose order alternates, while no other batches run (`running/turns.py`). Of the same
+weights it is shown only where both outputs are equal within the number format's rounding (`rounding.py`). Another
+checkpoint, as an INT8 artefact is, and tiles beside whole pictures give other outputs by nature: their loss is the
+gate's matter. An emulated policy has no speed of its own (`benchmarks/winograd_speed.py` measures real kernels).
 """
 
 from __future__ import annotations
@@ -181,11 +180,11 @@ def measure_speed(
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
     """Return what compilation met from its first call on, over one batch of each shape.
 
-    Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is
-    empty at first, so its first call takes as long as on a machine that never saw the network and works on what else
-    this one does: no verdict rests on it, and others would wait for a minute. Where torch has compiled
-    a function as often as its limit allows, it runs it without for every further shape and only logs it:
-    `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.
+    Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is empty at
+    first, so its first call takes as long as on a machine that never saw the network. Others work beside it: no verdict
+    rests on its seconds. Where torch has compiled a function as often as its limit allows, it runs it without for every
+    further shape and only logs it: `num_over_limit` counts such functions, `shape_over_limit` is the number of the
+    shape that was the first.
     """
     if network.serving.compile_mode is None:
         return None

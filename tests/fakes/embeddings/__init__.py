@@ -29,6 +29,7 @@ class EmbeddingsKind:
     evals: Mapping[str, type[Eval]] = {"retrieval": RetrievalEval}
     start_options: Mapping[str, str] = {}
     shards_at_once = 1
+    has_servers = False
 
     def start_product(self, name: str, checkpoint: str, root: Path, options: Mapping[str, str]) -> Start:
         """Refuse: nobody starts with a kind of a test."""
