@@ -167,7 +167,8 @@ def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
         raise EvidenceError(
             f"{theirs.path}: holds the same bytes as the reference's {ours.path}, and a comparison "
             "with itself proves nothing; give the candidate's own (of two models that answer alike, tables differ by a "
-            "column that names the model, and lm-eval's results_<date>.json beside both samples by their model_args)"
+            "column that names the model, and the results_<date>.json beside lm-eval's samples by their model_args; no "
+            "--use_cache may have answered for one)"
         )
 
 

@@ -30,8 +30,8 @@ from pipeline.outcomes.cases import (
     digest_asked,
     read_number,
 )
+from pipeline.outcomes.questions import digest_part
 from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
-from pipeline.records.digests import digest_json
 from pipeline.records.files import read_bounded
 from pipeline.settings.metrics import MetricDefinition
 
@@ -39,7 +39,6 @@ FORMAT = "lm_eval"
 _NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
-_MODEL = ("model", "model_args", "model_dtype", "model_revision", "model_sha")  # of the results' config
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
 # their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
 _LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2)}
@@ -216,12 +215,12 @@ def _find(results: Any, *keys: str) -> Any:
 
 
 def _digest_model(results: Any) -> str | None:
-    """Return a digest of what the results tell of the model; None where that is nothing, or a cache may have answered.
+    """Return a digest of which model the results name; None where they name none, or a cache may have answered.
 
     lm-eval's cache asks nothing of the model for what another one has answered.
     """
-    told = {key: _find(results, "config", key) for key in _MODEL}
-    return digest_json(told) if told["model_args"] and not _find(results, "config", "use_cache") else None
+    kind, arguments, cache = (_find(results, "config", key) for key in ("model", "model_args", "use_cache"))
+    return digest_part(map_texts([kind, arguments], _drop_addresses)) if arguments and not cache else None
 
 
 def _describe_task(results: Any, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:

@@ -291,9 +291,10 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
 
 
 def _order(candidates: Mapping[str, Product]) -> list[str]:
-    """Return the names in the order of params.yaml, but last those that servers answer for: these take no turns.
+    """Return the names in the order of params.yaml, but last those that servers answer for.
 
-    So the times of others are not taken beside them, and on many cores what takes longest is not begun last.
+    Servers take no turns: on a few cores others are timed before any works. Within a product the order stays, in which
+    the reference is first: others take over what it has made.
     """
     return sorted(candidates, key=lambda name: KINDS[candidates[name].kind].has_servers)
 

@@ -97,7 +97,7 @@ def test_what_dvc_would_run_is_made_and_nothing_else(params: Params) -> None:
 
 
 def test_those_that_servers_answer_for_come_last_and_else_the_order_is_that_of_the_settings(params: Params) -> None:
-    """Servers take no turns, so detectors were timed beside them; and the slowest product was begun last."""
+    """Servers take no turns: on a few cores detectors were timed beside them."""
     names = ["agent", "w8a8", "shots", "people", "int8", "upscaler"]
     _, workshop = make_all(params, {f"evaluate@{name}": "run" for name in names}, names=list(params.products))
     order = [name.partition("@")[2] for name in workshop.asked]
