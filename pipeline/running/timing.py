@@ -80,12 +80,15 @@ def time_in_turn(
 def _time_pair(
     first: Callable[[], Any], second: Callable[[], Any], clock: Callable[[], C], *, is_reversed: bool
 ) -> tuple[C, C]:
-    took = {}
-    for name, run in sorted({"first": first, "second": second}.items(), reverse=is_reversed):
+    def time_one(call: Callable[[], Any]) -> C:
         start = clock()
-        run()
-        took[name] = clock() - start
-    return took["first"], took["second"]
+        call()
+        return clock() - start
+
+    if not is_reversed:
+        return time_one(first), time_one(second)
+    took = time_one(second)
+    return time_one(first), took
 
 
 def compare_outputs(got: torch.Tensor, expected: torch.Tensor) -> float:

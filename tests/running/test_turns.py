@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.running.turns import have_machine_alone, share_machine
+from pipeline.running.turns import have_machine_alone, keep_nobody_waiting, share_machine
 
 
 class Visitor(threading.Thread):
     """Takes a turn, wants to be alone in it or not, and keeps it until it is let go.
 
     With a meeting, it says there that it has a turn beside others, and is met there again before it wants to be alone.
+    `long` is for something that takes long.
     """
 
-    def __init__(self, folder: Path, *, alone: bool, meeting: threading.Barrier | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, alone: bool = False, long: bool = False, meeting: threading.Barrier | None = None
+    ) -> None:
         super().__init__(daemon=True)
-        self.folder, self.alone, self.meeting = folder, alone, meeting
+        self.folder, self.alone, self.long, self.meeting = folder, alone, long, meeting
         self.has_turn, self.may_go = threading.Event(), threading.Event()
         self.start()
 
@@ -31,6 +34,8 @@ class Visitor(threading.Thread):
                 self.meeting.wait(60)
             if self.alone:
                 stack.enter_context(have_machine_alone())
+            if self.long:
+                stack.enter_context(keep_nobody_waiting())
             self.has_turn.set()
             self.may_go.wait(60)
 
@@ -54,11 +59,11 @@ def see_who_is_in(both: list[Visitor]) -> list[Visitor]:
 
 
 def test_turns_are_shared_unless_somebody_needs_the_machine_alone(tmp_path: Path) -> None:
-    first, second = (Visitor(tmp_path, alone=False) for _ in range(2))
+    first, second = (Visitor(tmp_path) for _ in range(2))
     assert first.comes_in() and second.comes_in()
     timing = Visitor(tmp_path, alone=True)
     assert not timing.is_in()
-    third = Visitor(tmp_path, alone=False)
+    third = Visitor(tmp_path)
     assert not third.is_in(), "who waits to time would else wait for as long as others come"
     first.leave()
     assert not timing.is_in()
@@ -83,11 +88,11 @@ def test_who_was_alone_goes_on_beside_others_and_may_be_alone_again(tmp_path: Pa
     with share_machine(tmp_path):
         with pytest.raises(ZeroDivisionError), have_machine_alone():
             raise ZeroDivisionError
-        beside = Visitor(tmp_path, alone=False)
+        beside = Visitor(tmp_path)
         assert beside.comes_in()
         beside.leave()
         with have_machine_alone():
-            beside = Visitor(tmp_path, alone=False)
+            beside = Visitor(tmp_path)
             assert not beside.is_in()
         assert beside.comes_in()
         beside.leave()
@@ -104,7 +109,7 @@ def test_all_that_time_something_follow_each_other_before_others_go_on(tmp_path:
     meeting.wait(60)  # it has a turn beside others
     first = Visitor(tmp_path, alone=True)
     assert not first.is_in()
-    beside = Visitor(tmp_path, alone=False)
+    beside = Visitor(tmp_path)
     assert not beside.is_in()
     meeting.wait(60)  # it wants to be alone, later than the third came
     inside, waiting = see_who_is_in([first, second])
@@ -120,11 +125,55 @@ def test_who_is_alone_stays_alone_when_it_asks_again(tmp_path: Path) -> None:
     with share_machine(tmp_path), have_machine_alone():
         with have_machine_alone():
             pass
-        beside = Visitor(tmp_path, alone=False)
+        beside = Visitor(tmp_path)
         assert not beside.is_in()
     beside.leave()
 
 
+def test_what_takes_long_keeps_only_those_waiting_who_want_to_be_alone(tmp_path: Path) -> None:
+    """On 16 cores all stood still for the two minutes of a compilation, as a few had something to time."""
+    compiling = Visitor(tmp_path, long=True)
+    assert compiling.comes_in()
+    both = [Visitor(tmp_path, alone=True) for _ in range(2)]
+    assert not both[0].is_in() and not both[1].is_in(), "it would be timed beside a compilation"
+    beside = Visitor(tmp_path)
+    assert beside.comes_in()
+    compiling.leave()
+    assert not both[0].is_in() and not both[1].is_in()
+    beside.leave()
+    inside, waiting = see_who_is_in(both)
+    inside.leave()
+    assert waiting.comes_in()
+    waiting.leave()
+
+
+def test_what_takes_long_begins_when_nobody_is_alone_or_waits_for_it(tmp_path: Path) -> None:
+    beside, meeting = Visitor(tmp_path), threading.Barrier(2)
+    assert beside.comes_in()
+    compiling = Visitor(tmp_path, long=True, meeting=meeting)
+    meeting.wait(60)  # it has a turn beside others
+    timing = Visitor(tmp_path, alone=True)
+    assert not timing.is_in()
+    meeting.wait(60)  # it wants to compile, later than the other came
+    assert not compiling.is_in()
+    beside.leave()
+    assert timing.comes_in() and not compiling.is_in()
+    timing.leave()
+    assert compiling.comes_in()
+    compiling.leave()
+
+
+def test_a_turn_goes_on_after_what_took_long(tmp_path: Path) -> None:
+    """It would be timed beside what follows, or keep everybody waiting for good."""
+    with share_machine(tmp_path):
+        with pytest.raises(ZeroDivisionError), keep_nobody_waiting():
+            raise ZeroDivisionError
+        timing = Visitor(tmp_path, alone=True)
+        assert not timing.is_in()
+    assert timing.comes_in()
+    timing.leave()
+
+
 def test_without_a_turn_nobody_is_waited_for() -> None:
-    with have_machine_alone(), have_machine_alone():
+    with have_machine_alone(), have_machine_alone(), keep_nobody_waiting():
         pass

@@ -36,6 +36,7 @@ from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.serving import NetworkServing
 from pipeline.running.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.running.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
+from pipeline.running.turns import keep_nobody_waiting
 
 ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
@@ -181,7 +182,7 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
     """Return what compilation met from its first call on, over one batch of each shape.
 
     Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is empty at
-    first, so its first call takes as long as on a machine that never saw the network. Others work beside it: no verdict
+    first, so its first call takes as long as on a machine that never saw the network. Others go on: no verdict
     rests on its seconds. Where torch has compiled a function as often as its limit allows, it runs it without for every
     further shape and only logs it: `num_over_limit` counts such functions, `shape_over_limit` is the number of the
     shape that was the first.
@@ -195,13 +196,14 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
     counters.clear()
     graphs: list[int] = []
     breaks, over, seconds = [], [], []
-    for pixels in batches:
-        start = time.perf_counter()
-        network.run(network.prepare(pixels))
-        seconds.append(time.perf_counter() - start)
-        graphs.append(counters["stats"]["unique_graphs"])
-        breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
-        over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
+    with keep_nobody_waiting():
+        for pixels in batches:
+            start = time.perf_counter()
+            network.run(network.prepare(pixels))
+            seconds.append(time.perf_counter() - start)
+            graphs.append(counters["stats"]["unique_graphs"])
+            breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
+            over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
     return {
         "mode": network.serving.compile_mode,
         "num_graphs": graphs[0],
@@ -223,8 +225,9 @@ def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     networks = {"last": load(serving), "first": load(serving.model_copy(update={"channels_last": False}))}
     weights = {tuple(parameter.shape) for parameter in eager.module.parameters()}
     x = {name: network.prepare(pixels) for name, network in networks.items()}
-    for name, network in networks.items():
-        network.run(x[name])  # compiles, and reorders weights
+    with keep_nobody_waiting():
+        for name, network in networks.items():
+            network.run(x[name])  # compiles, and reorders weights
     return {
         "other_formats": list_other_formats(eager.module, lambda: eager.run(x["last"])),
         "num_reorders": {

@@ -314,6 +314,27 @@ def test_a_shape_beyond_the_recompile_limit_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_others_go_on_while_something_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 cores all waited for two minutes, as somebody beside it had something to time."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    def read_shape() -> torch.Tensor:
+        assert entered == ["in"]
+        return PIXELS
+
+    monkeypatch.setattr(costs, "keep_nobody_waiting", enter)
+    serving = NetworkServing(batch_size=2, compile_mode="default", channels_last=True)
+    measure_all(make_load(tmp_path), serving, PIXELS, PIXELS[:1], (read_shape() for _ in range(1)))
+    assert entered == ["in", "out"] * 2  # it is compiled anew to follow its memory format
+
+
+@pytest.mark.slow
 def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
     """A network that is compiled anew for its own shape alone is faster than the one that serves."""
     loaded, load = [], make_load(tmp_path)
