@@ -37,7 +37,7 @@ from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
 SHARDS_A_WORKER = 2  # times as many as it evaluates at once: a slow one takes fewer
-MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
+MAX_FAILURES = 3  # of one shard: then it is the shard's own doing; of starts: then no more are tried
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
 
@@ -57,7 +57,7 @@ class _Run:
     alone: set[Shard] = field(default_factory=set)  # not given out beside others: a replica that had them failed
     num_dead: int = 0
     num_retries: int = 0  # shards given out again
-    num_failed_starts: int = 0  # in a row
+    num_failed_starts: int = 0  # since one was lost at work
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -154,12 +154,12 @@ def _run_shards(run: _Run, replicas: list[RemoteReplica], project: Project) -> l
                 _finish_shard(run, *running.pop(reference), reference)
                 continue
             replica = starting.pop(reference)
-            if (result := _ask_start(run, replica, reference)) is _LOST:
+            if (result := _ask_start(run, replica, reference, is_last=not (starting or ready))) is _LOST:
                 continue
             if replica.host:
                 ready.append(replica)
             else:  # it said where it is, and does not know yet what to do
-                starting[replica.begin(run.order, project, result)] = replica
+                starting[replica.open(replica.begin(run.order, project, result))] = replica
         ready = [replica for replica in ready if not replica.is_lost]
         _assign(run, ready, running, num_starting=len(starting))
         for _ in range(_count_missing(run, len(starting) + len(ready), len(ready))):
@@ -173,26 +173,31 @@ def _run_shards(run: _Run, replicas: list[RemoteReplica], project: Project) -> l
 
 
 def _count_missing(run: _Run, num_workers: int, num_ready: int) -> int:
-    """Return how many replicas to start: for those that were lost, or where a cluster has grown, if it has work."""
+    """Return how many replicas to start: for those that were lost, or where a cluster has grown, if it has work.
+
+    None after so many that could not start: on their node no other would, and those on other nodes go on.
+    """
     useful = max(1, num_ready + len(run.waiting))
-    if useful <= num_workers:
+    if useful <= num_workers or run.num_failed_starts >= MAX_FAILURES:
         return 0
     return max(0, min(run.execution.count_workers(run.ray.cluster_resources()), useful) - num_workers)
 
 
-def _ask_start(run: _Run, replica: RemoteReplica, reference: Any) -> Any:
+def _ask_start(run: _Run, replica: RemoteReplica, reference: Any, *, is_last: bool) -> Any:
     """Return what a replica that starts answered, or that it is lost.
 
     Raises:
-        EngineError: so many in a row could not start.
+        EngineError: too many could not start, this one was the last, and none is ready.
     """
     try:
         return run.ray.get(reference)
     except run.ray.exceptions.RayError as error:
         problem = _lose(run, replica, error)
     run.num_failed_starts += 1
-    if run.num_failed_starts >= MAX_FAILURES:
+    has_ended = run.num_failed_starts >= MAX_FAILURES
+    if has_ended and is_last:
         raise problem
+    print(f"  {problem}; {'no other is' if has_ended else 'another is'} started", file=sys.stderr, flush=True)
     return _LOST
 
 
@@ -206,11 +211,11 @@ def _finish_shard(run: _Run, replica: RemoteReplica, shard: Shard, reference: An
     try:
         run.ray.get(reference)
         replica.take_rest(run.folder, shard)
-        run.num_failed_starts = 0
         replica.shards.discard(shard)
         return
     except run.ray.exceptions.RayError as error:
         problem = None if was_lost else _lose(run, replica, error)
+    run.num_failed_starts = 0  # there is room again where it worked
     run.waiting.appendleft(shard)
     run.num_retries += 1
     if problem is None:  # the other one failed, as far as one can tell

@@ -94,6 +94,10 @@ class RemoteReplica:
         root = project.root if self.sees_root else self.actor.fetch.remote(project.files, project.server)
         return self.actor.begin.remote(root, order)
 
+    def open(self, begun: Any) -> Any:
+        """Have it load or serve its candidate after what `begin` returned; return what to wait for."""
+        return self.actor.open.remote(begun)
+
     def end(self) -> None:
         """End its process."""
         self.ray.kill(self.actor)

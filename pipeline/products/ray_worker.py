@@ -106,6 +106,11 @@ class Replica:
             (self._build / "candidates").mkdir()
             (self._build / "candidates" / order.candidate).symlink_to(made.resolve())
 
+    def open(self, _begun: None) -> None:
+        """Load or serve the candidate, once this has begun."""
+        with self._name_driver_folder(), self._close_with_failure():
+            self._find_open()
+
     def run(self, number: int, count: int, earlier: Mapping[str, bytes]) -> int:
         """Evaluate one shard; return the number of its entries.
 

@@ -67,6 +67,7 @@ class PlayedActor:
         calls = {
             "look": lambda *_: (host, True),
             "begin": self._begin,
+            "open": lambda begun: self._open(PlayedRay().get(begun)),
             "run": self._run,
             "read_new": self._read_new,
             "prepare": self._prepare,
@@ -79,6 +80,9 @@ class PlayedActor:
             setattr(self, name, SimpleNamespace(remote=lambda *given, call=call: Reference(self, call, given)))
 
     def _begin(self, *_: Any) -> None:
+        """Work in the project's folder."""
+
+    def _open(self, _begun: None) -> None:
         """Be ready."""
 
     def _run(self, number: int, count: int, earlier: dict[str, bytes]) -> int:
@@ -125,7 +129,7 @@ class PlayedRay:
         except RayActorError:
             reference.actor.is_alive = False
             raise
-        except ObjectLostError:
+        except (ObjectLostError, RayTaskError):  # the latter of a call whose result is given to this one
             raise
         except Exception as error:
             raise RayTaskError(error) from None
@@ -318,6 +322,45 @@ def test_where_no_replica_can_start_there_is_one_line(
     monkeypatch.setattr(PlayedActor, "_begin", refuse)
     with pytest.raises(EngineError, match=said):
         run_all(tmp_path, [PlayedActor("a", works), PlayedActor("b", works)], 3, monkeypatch)
+
+
+def test_a_node_that_can_t_open_the_candidate_is_given_up_and_blames_no_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each shard failed on it once, and a server was waited for each time; three nodes like it ended the run."""
+
+    def open_it(actor: PlayedActor, _begun: None) -> None:
+        if actor.host != "b":
+            raise EngineError("server server-0: not ready after 120 s")
+
+    monkeypatch.setattr(PlayedActor, "_open", open_it)
+    run, files = run_all(tmp_path, [PlayedActor(host, works) for host in "abcde"], 20, monkeypatch)
+    assert len(files) == 20 and not run.failures and not run.num_retries
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "  a: server server-0: not ready after 120 s; another is started"
+    assert said[-1].endswith("not ready after 120 s; no other is started")
+    assert len(said) <= 4 + MAX_FAILURES - 1  # those of the first five, and what was tried in their place
+
+
+def test_one_that_is_lost_at_work_is_replaced_after_nodes_were_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it worked there is room again; the run would wait for nobody."""
+    has_died = threading.Event()
+
+    def open_it(actor: PlayedActor, _begun: None) -> None:
+        if actor.host != "b" and not has_died.is_set():
+            raise EngineError("server server-0: not ready after 120 s")
+
+    def die_once(_host: str, number: int) -> None:
+        if number == 20 and not has_died.is_set():
+            has_died.set()
+            raise RayActorError
+
+    monkeypatch.setattr(PlayedActor, "_open", open_it)
+    run, files = run_all(tmp_path, [PlayedActor(host, die_once) for host in "abcde"], 20, monkeypatch)
+    assert {name.split("/")[0] for name in files} == {f"{number}-of-20" for number in range(1, 21)}
+    assert run.num_dead == 1 and run.num_retries == 1
 
 
 def play_prepare(*plans: Callable[[str, int], Any], idle: int = 0) -> tuple[list[bytes], list[RemoteReplica]]:
