@@ -282,6 +282,18 @@ def fill_disk(trial: Trial) -> int:
         subprocess.run(["umount", "-l", str(small)], check=False)
 
 
+def break_library(trial: Trial) -> int:
+    """Give a node an environment that lacks what serves or draws."""
+    broken = trial.folder.with_name("broken")
+    broken.mkdir()
+    for name in ("transformers", "diffusers"):
+        (broken / f"{name}.py").write_text(f"raise ImportError('{name} is broken here')\n", encoding="utf-8")
+    path = os.pathsep.join([str(broken), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with trial.start_cluster(env_vars={"PYTHONPATH": path}):
+        trial.start()
+        return trial.finish()
+
+
 def stand_apart(trial: Trial) -> int:
     """Let the nodes see neither the project's folder nor its files: all is sent."""
     empty, home = trial.folder.with_name("empty"), trial.folder.with_name("home")
@@ -325,6 +337,7 @@ FAULTS: dict[str, Callable[[Trial], int]] = {
     "slow": slow_node,
     "network": cut_node,
     "disk": fill_disk,
+    "library": break_library,
     "lost": lose_file,
     "changed": change_answer,
     "device": use_other_device,
