@@ -7,11 +7,10 @@ index seals. Any other file must have a reader, whatever it is called: it is rea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.outcomes import case_records
+from pipeline.outcomes import case_records, lm_eval
 
 _TEXTS = (".md", ".rst", ".txt", ".log", ".out", ".err", ".html", ".htm", ".css", ".js", ".xml", ".pdf")
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
@@ -27,7 +26,6 @@ _NAMES = {
     ".gitattributes",
     ".gitkeep",
 }
-_RESULTS = re.compile(r"results_\d{4}-\d\d-\d\dT[\d.:-]+\.json")  # lm-eval's, computed from the samples of that date
 _DATA = (".csv", ".tsv", ".jsonl", ".json", ".eval")
 # a tool's own files there are none of these
 _TOOL_FOLDERS = {".git", ".cache", ".dvc", ".ipynb_checkpoints", "__pycache__"}
@@ -59,5 +57,5 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _is_beside(path: Path) -> bool:
     """Say whether a file is no data, by its name."""
-    is_named = path.name.lower() in _NAMES or _RESULTS.fullmatch(path.name) is not None
+    is_named = path.name.lower() in _NAMES or lm_eval.is_results(path)
     return is_named or path.suffix.lower() in (*_TEXTS, *_PICTURES, *_SETTINGS)

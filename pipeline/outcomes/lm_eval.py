@@ -5,7 +5,7 @@ A line is one document under one filter. Its metrics are named as lm-eval's tabl
 arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
 that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
 better, the version and filters of the task, and the model: samples name none, so those of two that answer alike are
-equal. Read without lm-eval.
+equal. `--output_path x.json` calls it `x_<date>.json`. Read without lm-eval.
 
 Not covered: metrics that lm-eval computes from all documents together (bleu, f1 of a corpus): no case has a score of
 its own. Files of lm-eval before 0.4.3 have no hashes and are refused.
@@ -36,7 +36,9 @@ from pipeline.records.files import read_bounded
 from pipeline.settings.metrics import MetricDefinition
 
 FORMAT = "lm_eval"
-_NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")
+_DATE = r"(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)"
+_NAME = re.compile(rf"samples_(?P<task>.+)_{_DATE}")
+_RESULTS = re.compile(rf"(?P<name>.+)_{_DATE}\.json")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
@@ -49,11 +51,19 @@ def recognizes(path: Path) -> bool:
     return path.suffix.lower() == ".jsonl" and {"doc_id", "filter"} <= read_first_keys(path)
 
 
+def is_results(path: Path) -> bool:
+    """Say by a file's name whether lm-eval computed it from samples; under a name of one's own they lie beside it."""
+    named = _RESULTS.fullmatch(path.name)
+    return named is not None and (
+        named["name"] == "results" or any(path.parent.glob(f"samples_*_{named['date']}.jsonl"))
+    )
+
+
 def read(path: Path, grouping: Grouping) -> Outcomes:
     """Read one task's samples.
 
     Raises:
-        EvidenceError: a line is malformed, or a document is there twice under one filter.
+        EvidenceError: a line is malformed, a document is there twice under one filter, or two results files are.
     """
     places: dict[tuple[int, str], str] = {}
     documents: dict[int, Case] = {}
@@ -78,7 +88,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     cases = list(documents.values())
     named = _NAME.fullmatch(path.stem)
     task = named["task"] if named else path.stem
-    results = _read_results(path.with_name(f"results_{named['date']}.json")) if named else {}
+    results = _read_results(path, named["date"]) if named else {}
     facts, better = _describe_task(results, task)
     facts |= {"task": task} if named else {}
     return build_outcomes(
@@ -203,9 +213,15 @@ def _drop_addresses(text: str) -> str:
     return re.sub(_ADDRESS, "", text)
 
 
-def _read_results(path: Path) -> Any:
+def _read_results(samples: Path, date: str) -> Any:
     """Read lm-eval's results file; {} where there is none."""
-    return parse_json(read_bounded(path), str(path)) if path.is_file() else {}
+    found = sorted(path for path in samples.parent.glob(f"*_{date}.json") if path.is_file())
+    if len(found) > 1:
+        raise EvidenceError(
+            f"{samples}: expected one results file beside it, found {' and '.join(path.name for path in found)}; "
+            "remove what lm-eval did not write"
+        )
+    return parse_json(read_bounded(found[0]), str(found[0])) if found else {}
 
 
 def _find(results: Any, *keys: str) -> Any:

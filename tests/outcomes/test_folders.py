@@ -275,6 +275,38 @@ def test_two_models_that_answer_alike_differ_in_their_results(
     assert ("was it another model that answered?" if code == 0 else "holds the same bytes") in said
 
 
+LOWER = '{"higher_is_better": {"gen": {"exact_match": false}}}'
+
+
+@pytest.mark.parametrize("name", ["results", "x", "my.run_4"])
+def test_results_are_found_under_the_name_that_lm_eval_gives_them(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """`--output_path x.json` writes `x_<date>.json`, which was refused as data that nothing reads."""
+    for side in sides:
+        (side / f"{name}_{DATE}.json").write_text(LOWER)
+    said = run("compare", *sides, capsys=capsys)[1]
+    assert "gen/exact_match: lm-eval samples, 200 cases; lower is better" in said and "not judged" not in said, said
+
+
+def test_results_of_other_samples_are_none_of_these(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = sides[1] / f"x_{DATE[:-1]}9.json"
+    other.write_text(LOWER)
+    code, said = run("compare", *sides, capsys=capsys)
+    assert code == 30 and f"{other}: " in said and "not judged" in said and "higher is better" in said, said
+
+
+def test_two_results_of_the_same_samples_are_refused(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x", "y"):
+        (sides[1] / f"{name}_{DATE}.json").write_text(LOWER)
+    code, said = run("compare", *sides, capsys=capsys)
+    assert code == 30 and f"expected one results file beside it, found x_{DATE}.json and y_{DATE}.json" in said, said
+
+
 def test_equal_outcomes_in_other_bytes_stay_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = (write_outcomes(tmp_path / f"{side}.csv", [1.0] * 200) for side in "ab")
     code, said = run("compare", ours, theirs, capsys=capsys)
