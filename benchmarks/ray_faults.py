@@ -404,7 +404,7 @@ def main() -> None:
             code = FAULTS[name](trial)
             print(f"| {name} | {time.monotonic() - start:.0f} | {describe(trial, code, serial)} |", flush=True)
             for line in trial.said:
-                if "another replica" in line or "dead" in line:
+                if any(words in line for words in ("another replica", "dead", "failed starts")):
                     print(f"  {name}: {line.strip()}", file=sys.stderr, flush=True)
 
 

@@ -5,7 +5,7 @@ A line is one document under one filter. Its metrics are named as lm-eval's tabl
 arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
 that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
 better, the version and filters of the task, and the model: samples name none, so those of two that answer alike are
-equal. `--output_path x.json` calls it `x_<date>.json`. Read without lm-eval.
+equal. With `--output_path x.json` its name is `x_<date>.json`. Read without lm-eval.
 
 Not covered: metrics that lm-eval computes from all documents together (bleu, f1 of a corpus): no case has a score of
 its own. Files of lm-eval before 0.4.3 have no hashes and are refused.
@@ -38,7 +38,7 @@ from pipeline.settings.metrics import MetricDefinition
 FORMAT = "lm_eval"
 _DATE = r"(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)"
 _NAME = re.compile(rf"samples_(?P<task>.+)_{_DATE}")
-_RESULTS = re.compile(rf"(?P<name>.+)_{_DATE}\.json")
+_RESULTS = re.compile(rf"(?!samples_)(?P<name>.+)_{_DATE}\.json")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
@@ -63,7 +63,8 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     """Read one task's samples.
 
     Raises:
-        EvidenceError: a line is malformed, a document is there twice under one filter, or two results files are.
+        EvidenceError: a line is malformed, a document is there twice under one filter, or two results
+            files lie beside it.
     """
     places: dict[tuple[int, str], str] = {}
     documents: dict[int, Case] = {}
@@ -215,7 +216,7 @@ def _drop_addresses(text: str) -> str:
 
 def _read_results(samples: Path, date: str) -> Any:
     """Read lm-eval's results file; {} where there is none."""
-    found = sorted(path for path in samples.parent.glob(f"*_{date}.json") if path.is_file())
+    found = sorted(path for path in samples.parent.glob(f"*_{date}.json") if path.is_file() and is_results(path))
     if len(found) > 1:
         raise EvidenceError(
             f"{samples}: expected one results file beside it, found {' and '.join(path.name for path in found)}; "

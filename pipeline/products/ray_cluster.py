@@ -37,7 +37,8 @@ from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
 SHARDS_A_WORKER = 2  # times as many as it evaluates at once: a slow one takes fewer
-MAX_FAILURES = 3  # of one shard: then it is the shard's own doing; of starts: then no more are tried
+MAX_FAILURES = 3  # of one shard: then it is the shard's own doing
+MAX_FAILED_STARTS = 3  # then no more are tried, while those that are ready go on
 _POLL_S = 1.0
 _LOST = object()  # what a replica that died or failed answers
 
@@ -154,12 +155,14 @@ def _run_shards(run: _Run, replicas: list[RemoteReplica], project: Project) -> l
                 _finish_shard(run, *running.pop(reference), reference)
                 continue
             replica = starting.pop(reference)
-            if (result := _ask_start(run, replica, reference, is_last=not (starting or ready))) is _LOST:
+            is_last = not starting and all(other.is_lost for other in ready)
+            if (result := _ask_start(run, replica, reference, is_last=is_last)) is _LOST:
                 continue
             if replica.host:
                 ready.append(replica)
             else:  # it said where it is, and does not know yet what to do
-                starting[replica.open(replica.begin(run.order, project, result))] = replica
+                begun = replica.begin(run.order, project, result)
+                starting[replica.open(begun) if run.waiting else begun] = replica
         ready = [replica for replica in ready if not replica.is_lost]
         _assign(run, ready, running, num_starting=len(starting))
         for _ in range(_count_missing(run, len(starting) + len(ready), len(ready))):
@@ -169,16 +172,18 @@ def _run_shards(run: _Run, replicas: list[RemoteReplica], project: Project) -> l
             if replica.shards:
                 replica.take_new(run.folder)
         progress.reach(run.count - len(run.waiting) - len(running), note=_format_replicas(run, ready))
+    for replica in starting.values():
+        replica.end()
     return sorted(ready, key=lambda replica: not replica.known)
 
 
 def _count_missing(run: _Run, num_workers: int, num_ready: int) -> int:
     """Return how many replicas to start: for those that were lost, or where a cluster has grown, if it has work.
 
-    None after so many that could not start: on their node no other would, and those on other nodes go on.
+    None after so many that could not start, as on the same node no other would; those on other nodes go on.
     """
     useful = max(1, num_ready + len(run.waiting))
-    if useful <= num_workers or run.num_failed_starts >= MAX_FAILURES:
+    if useful <= num_workers or run.num_failed_starts >= MAX_FAILED_STARTS:
         return 0
     return max(0, min(run.execution.count_workers(run.ray.cluster_resources()), useful) - num_workers)
 
@@ -187,17 +192,17 @@ def _ask_start(run: _Run, replica: RemoteReplica, reference: Any, *, is_last: bo
     """Return what a replica that starts answered, or that it is lost.
 
     Raises:
-        EngineError: too many could not start, this one was the last, and none is ready.
+        EngineError: too many could not start, none is ready, and no other starts.
     """
     try:
         return run.ray.get(reference)
     except run.ray.exceptions.RayError as error:
-        problem = _lose(run, replica, error)
+        problem = _lose(run, replica, error, is_start=True)
     run.num_failed_starts += 1
-    has_ended = run.num_failed_starts >= MAX_FAILURES
-    if has_ended and is_last:
-        raise problem
-    print(f"  {problem}; {'no other is' if has_ended else 'another is'} started", file=sys.stderr, flush=True)
+    if is_last and run.num_failed_starts >= MAX_FAILED_STARTS:
+        raise EngineError(f"{problem}; what finished is kept, run `dvc repro` to go on")
+    tried = "" if run.num_failed_starts < MAX_FAILED_STARTS else ", no more are tried"
+    print(f"  {problem}; failed starts: {run.num_failed_starts}{tried}", file=sys.stderr, flush=True)
     return _LOST
 
 
@@ -231,10 +236,10 @@ def _finish_shard(run: _Run, replica: RemoteReplica, shard: Shard, reference: An
         )
 
 
-def _lose(run: _Run, replica: RemoteReplica, error: Any) -> EngineError:
+def _lose(run: _Run, replica: RemoteReplica, error: Any, *, is_start: bool = False) -> EngineError:
     """End a replica that failed or died, and return why."""
     run.num_dead += not replica.is_own(error)
-    problem = replica.explain(error)
+    problem = replica.explain_start(error) if is_start else replica.explain(error)
     replica.is_lost = True
     run.alone |= replica.shards
     replica.end()

@@ -95,7 +95,7 @@ class RemoteReplica:
         return self.actor.begin.remote(root, order)
 
     def open(self, begun: Any) -> Any:
-        """Have it load or serve its candidate after what `begin` returned; return what to wait for."""
+        """Have it open its candidate after what `begin` returned; return what to wait for."""
         return self.actor.open.remote(begun)
 
     def end(self) -> None:
@@ -125,6 +125,12 @@ class RemoteReplica:
         if isinstance(error.cause, QuantgateError | OSError):
             return EngineError(f"{self.name}: {error.cause}")
         raise error
+
+    def explain_start(self, error: Any) -> EngineError:
+        """Return the same of an error of its start, whatever it is: other nodes may have what this one lacks."""
+        with contextlib.suppress(self.ray.exceptions.RayTaskError):
+            return self.explain(error)
+        return EngineError(f"{self.name}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}")
 
     def take_new(self, folder: Path) -> None:
         """Take over what it has written, where it has answered: one that hangs keeps nobody waiting.

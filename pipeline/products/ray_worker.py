@@ -107,7 +107,7 @@ class Replica:
             (self._build / "candidates" / order.candidate).symlink_to(made.resolve())
 
     def open(self, _begun: None) -> None:
-        """Load or serve the candidate, once this has begun."""
+        """Open the candidate; what `begin` returned is taken so that Ray keeps the order."""
         with self._name_driver_folder(), self._close_with_failure():
             self._find_open()
 

@@ -298,6 +298,14 @@ def test_results_of_other_samples_are_none_of_these(
     assert code == 30 and f"{other}: " in said and "not judged" in said and "higher is better" in said, said
 
 
+def test_samples_in_another_format_are_no_results(sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A task that nobody can read would be missing in silence."""
+    other = sides[1] / f"samples_mc_{DATE}.json"
+    other.write_text("[]")
+    code, said = run("compare", *sides, capsys=capsys)
+    assert code == 30 and f"{other}: " in said, said
+
+
 def test_two_results_of_the_same_samples_are_refused(
     sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

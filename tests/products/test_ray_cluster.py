@@ -23,7 +23,7 @@ import pytest
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster
 from pipeline.products.params import find_owner, list_project_files, load_params
-from pipeline.products.ray_cluster import MAX_FAILURES, _finish, _prepare, _Run, _run_shards
+from pipeline.products.ray_cluster import MAX_FAILED_STARTS, MAX_FAILURES, _finish, _prepare, _Run, _run_shards
 from pipeline.products.ray_replica import RemoteReplica
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
 from pipeline.running.progress_view import View
@@ -309,6 +309,7 @@ def test_a_failed_shard_is_not_given_to_the_same_host_while_there_are_others(
     [
         (OSError(28, "No space left on device"), "No space left on device"),
         (ModuleNotFoundError("No module named 'torch'"), "expected the project's environment on this node: No module"),
+        (RuntimeError("CUDA driver\nis too old"), "RuntimeError: CUDA driver is too old; what finished is kept, run"),
     ],
 )
 def test_where_no_replica_can_start_there_is_one_line(
@@ -337,9 +338,31 @@ def test_a_node_that_can_t_open_the_candidate_is_given_up_and_blames_no_shard(
     run, files = run_all(tmp_path, [PlayedActor(host, works) for host in "abcde"], 20, monkeypatch)
     assert len(files) == 20 and not run.failures and not run.num_retries
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "  a: server server-0: not ready after 120 s; another is started"
-    assert said[-1].endswith("not ready after 120 s; no other is started")
-    assert len(said) <= 4 + MAX_FAILURES - 1  # those of the first five, and what was tried in their place
+    assert said[0] == "  a: server server-0: not ready after 120 s; failed starts: 1"
+    assert said[-1].endswith(f"not ready after 120 s; failed starts: {len(said)}, no more are tried")
+    assert len(said) <= 4 + MAX_FAILED_STARTS - 1  # those of the first five, and what was tried in their place
+
+
+def test_one_that_still_starts_when_all_is_done_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on to load its candidate beside what follows the shards, in the memory of that."""
+    wait = PlayedRay.wait
+
+    def wait_for_others(ray: PlayedRay, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Never say that the slow one is done."""
+        return wait(ray, [reference for reference in references if reference.actor is not slow], timeout)
+
+    monkeypatch.setattr(PlayedRay, "wait", wait_for_others)
+    slow = PlayedActor("slow", works)
+    _, replicas = run_shards(tmp_path, [slow, PlayedActor("b", works)], 4, monkeypatch)
+    assert [replica.host for replica in replicas] == ["b"] and not slow.is_alive
+
+
+def test_nothing_is_opened_where_no_shard_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the shards starts servers of its own where there are drafts: they were started twice."""
+    opened: list[str] = []
+    monkeypatch.setattr(PlayedActor, "_open", lambda actor, _begun: opened.append(actor.host))
+    _, replicas = run_shards(tmp_path, [PlayedActor("a", works)], 0, monkeypatch)
+    assert [replica.host for replica in replicas] == ["a"] and not opened
 
 
 def test_one_that_is_lost_at_work_is_replaced_after_nodes_were_given_up(
