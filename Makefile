@@ -21,7 +21,7 @@ demo:  ## a first verdict on shipped records, in an environment of six packages 
 
 setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
-	@install -m 755 scripts/quantgate $(PYTHON_BIN)/quantgate
+	@install -m 755 scripts/quantgate "$(PYTHON_BIN)/quantgate"
 
 plan: setup  ## what the gate's suites can prove and what a run will cost, before any model runs
 	@python scripts/plan.py

@@ -20,6 +20,7 @@ from ruamel.yaml.error import YAMLError
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
+from pipeline.products.text.call_checks import check_calls
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import open_checkpoint
 from pipeline.products.text.completeness import check_complete
@@ -265,6 +266,7 @@ def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> E
     if evalset is not None:
         folder = settings.include_path if isinstance(settings, HarnessEval) else settings.evalset
         check_each_once(root / str(folder) / CASES_FILE, evalset.cases)
+        check_calls(root / str(folder) / CASES_FILE, evalset)
     return evalset
 
 

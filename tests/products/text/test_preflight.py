@@ -726,6 +726,15 @@ def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Pat
     )
 
 
+def test_a_call_of_a_tool_that_is_not_there_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "calls"
+    call = {"name": "reserve", "arguments": {}}
+    write_cases(folder, "x", messages=[{"role": "user", "content": "Order 2."}], expected=call)
+    write_card(folder, kind="tool_calls", tools={"order": {"parameters": {}}})
+    with pytest.raises(EvalsetError, match=r"expected a tool of the card \(order\), got 'reserve'"):
+        check(project, "evals//calls", {"kind": "tool_calls", "evalset": str(folder)})
+
+
 def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
     folder = write_documents(tmp_path / "broken", {"x": ["a"]})
     write_card(folder, kind="trajectories", tools={"order": {"parameters": {"type": "objekt"}}})
