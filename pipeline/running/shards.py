@@ -208,7 +208,7 @@ class Shards:
             if made is None or (made.sha256 is None and not path.is_file()):
                 continue  # killed before it had a file
             self._check_equal(folder, attempt, made, facts, key)
-            _check_whole(path, made)
+            _check_whole(path, made)  # once more: a server has started since `find_shards`, which takes minutes
             for entry in read_entries(path):
                 mark, origin = _digest_entry(entry), origins.get(entry["key"])
                 if origin is None:

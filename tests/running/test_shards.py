@@ -206,3 +206,16 @@ def test_what_is_not_one_whole_is_refused_by_name(build: Path, spoil: Callable[[
 def test_a_whole_of_other_settings_is_refused(build: Path) -> None:
     with pytest.raises(EvidenceError, match="expected the settings, cases and code of now"):
         merge(build, key="newer")
+
+
+@pytest.mark.parametrize("spoil", [_drop_file, _cut_file])
+def test_a_shard_that_is_damaged_while_a_server_starts_is_refused(build: Path, spoil: Callable[[Path], None]) -> None:
+    """Minutes lie between the look at the shards and their merge; a digest takes a fiftieth of the merge's time."""
+    found = find_shards(build, NAME)
+    assert found is not None
+    spoil(build / "shards" / NAME)
+    with (
+        Journal(build / "whole.jsonl", fingerprint=fingerprint(FACTS), key=KEY) as journal,
+        pytest.raises(EvidenceError, match=r"2-of-3/.*/calls\.jsonl: expected "),
+    ):
+        found.merge(EVAL, FACTS, key=KEY, journal=journal)
