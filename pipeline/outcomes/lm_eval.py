@@ -32,6 +32,7 @@ from pipeline.outcomes.cases import (
 )
 from pipeline.outcomes.questions import digest_part
 from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
+from pipeline.records.evaluations import count_choices
 from pipeline.records.files import read_bounded
 from pipeline.settings.metrics import MetricDefinition
 
@@ -145,7 +146,7 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first),
-        num_choices=_count_choices(first),
+        num_choices=count_choices(first, sum("arg_1" in request for request in _list_requests(first))),
         fields=document,
     )
 
@@ -192,13 +193,6 @@ def _describe_answer(sample: dict[str, Any]) -> str:
         return ""
     best = max(range(len(likelihoods)), key=lambda i: likelihoods[i] or 0.0)
     return str(requests[best].get("arg_1", "")).strip()
-
-
-def _count_choices(sample: dict[str, Any]) -> int:
-    """Return how many continuations are scored for a question; 0: its answer is free."""
-    scored = sum("arg_1" in request for request in _list_requests(sample))
-    num = scored // (2 if "acc_mutual_info" in sample else 1)  # that scores each without its question, too
-    return num if num > 1 else 0
 
 
 def _describe_code(config: Any) -> Any:

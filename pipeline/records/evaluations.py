@@ -7,7 +7,7 @@ them, `compare` writes Verdicts (`verdict_records.py`). How a candidate is serve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,17 @@ class CaseRecord(Record):
 def read_cases(path: Path) -> list[CaseRecord]:
     """Read case records; a malformed line is an EvidenceError with its number."""
     return list(iterate_records(path, CaseRecord))
+
+
+def count_choices(sample: Mapping[str, Any], num_scored: int) -> int:
+    """Return how many choices a question gives; 0: its answer is free.
+
+    Args:
+        sample: of lm-eval.
+        num_scored: how many continuations are scored for it.
+    """
+    num = num_scored // (2 if "acc_mutual_info" in sample else 1)  # that scores each without its question, too
+    return num if num > 1 else 0
 
 
 # the last line of an output when a conversation had no room left

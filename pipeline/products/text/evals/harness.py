@@ -25,7 +25,7 @@ from pipeline.products.text.evals.generation import GENERATE, Answer, digest_req
 from pipeline.products.text.evals.material import compile_once, explain_problems, index_tasks, read_fresh
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
-from pipeline.records.evaluations import CaseRecord
+from pipeline.records.evaluations import CaseRecord, count_choices
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -161,18 +161,12 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         buckets=tuple(document.get("buckets", ())),
         prompt=str(sample["arguments"][0][0]),
         output=_format_answer(sample),
-        num_choices=_count_choices(sample) if metric == ACCURACY_METRICS[0] else 0,  # else of texts, not of choices
+        # other metrics are of texts, not of choices
+        num_choices=count_choices(sample, len(sample["arguments"])) if metric == ACCURACY_METRICS[0] else 0,
         scores={"accuracy": float(sample[metric])},
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )
-
-
-def _count_choices(sample: dict[str, Any]) -> int:
-    """Return how many choices a question gives; 0: its answer is free."""
-    # acc_mutual_info scores each without its question, too
-    num = len(sample["arguments"]) // (2 if "acc_mutual_info" in sample else 1)
-    return num if num > 1 else 0
 
 
 def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: list[CaseRecord]) -> list[CaseRecord]:
