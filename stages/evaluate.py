@@ -12,8 +12,8 @@ from pathlib import Path
 from pipeline.products import KINDS
 from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.running.prefetched import take_over
-from pipeline.running.result_folders import check_evaluation_folders
-from pipeline.running.shards import Shard, parse_shard
+from pipeline.running.result_folders import check_evaluation_folders, check_folder
+from pipeline.running.shards import AttemptFolder, Shard, parse_shard
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 from stages.cli import load_cluster, read_name, run_stage
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate_shard(name: str, product: Product, shard: Shard) -> None:
     """Evaluate a part of the cases, for the stage to take over."""
+    check_folder(AttemptFolder(product.build, name, shard).path)
     with KINDS[product.kind].open_replica(name, product, root=Path(), build=product.build) as replica:
         num_entries = replica.run(shard)
     print(f"{name}: shard {shard} is finished: {num_entries} entries are kept for the stage without --shard")

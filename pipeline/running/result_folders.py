@@ -26,15 +26,24 @@ def check_evaluation_folders(build: Path, candidate: str) -> None:
         JournalError: a folder may not be written to, or is a file.
     """
     for folder in (build / "evaluations" / candidate, build / "journal" / candidate):
-        above = next(path for path in folder.parents if os.path.exists(path))
-        if not above.is_dir():
-            raise JournalError(f"{above}: expected a folder for results, got a file; move it away")
-        _check_writable(above)
+        check_folder(folder.parent)
         for own in (folder, *(folder.with_name(name.format(candidate)) for name in _BESIDE)):
             if own.exists() and not own.is_dir():
                 raise JournalError(f"{own}: expected a folder for results, got a file; move it away")
             for path, _, _ in os.walk(own, onerror=_explain_unread):
                 _check_writable(Path(path))
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be made, or written to where it is there.
+
+    Raises:
+        JournalError: it, or what it would be made in, may not be written to or is a file.
+    """
+    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not above.is_dir():
+        raise JournalError(f"{above}: expected a folder for results, got a file; move it away")
+    _check_writable(above)
 
 
 def _explain_unread(error: OSError) -> None:

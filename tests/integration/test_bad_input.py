@@ -328,6 +328,20 @@ def test_results_that_can_not_be_written_are_refused_before_the_endpoint_is_aske
     assert f"{last}: expected a folder that user {os.getuid()} may write to, got no permission" in line
 
 
+@pytest.mark.parametrize("place", ["shards", "shards/there", "shards/there/1-of-8"])
+def test_a_shard_that_can_not_be_written_is_refused_before_the_endpoint_is_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """Its server was started first, and the line named neither what was expected nor what to do."""
+    attach("http://127.0.0.1:9", PERPLEXITY)  # where nobody answers
+    path = Path("build/agent") / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    code, line = run(stages.evaluate, monkeypatch, capsys, "there", "--shard", "1/8")
+    assert code == 1
+    assert line == f"quantgate evaluate: {path}: expected a folder for results, got a file; move it away"
+
+
 BAD_TASKS: dict[str, tuple[str, str, str]] = {
     "unknown": ("task: choices", "task: chioces", "lm-eval knows no task 'choices' .evalsets/choices: chioces"),
     "not-yaml": ("task: choices", "task: [choices", "knows no task 'choices' .*: no file there is the valid YAML"),
