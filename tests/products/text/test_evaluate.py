@@ -379,6 +379,17 @@ def test_the_error_of_one_eval_ends_the_others_and_their_cases_are_kept(
     assert endpoint.asked == ["a"]
 
 
+def test_an_endpoint_that_dies_before_the_first_case_is_told_with_what_is_kept(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(*_: Any, **__: Any) -> list[list[int]]:
+        raise EngineError("server server-0: killed by signal 9")
+
+    monkeypatch.setattr(endpoint, "tokenize", die)
+    with pytest.raises(EngineError, match=r"signal 9; (first|second): .*; finished work is kept, run `dvc repro` to"):
+        run(tmp_path)
+
+
 def test_a_case_that_can_not_fit_is_told_before_any_of_its_eval_is_asked(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pipeline.errors import CheckpointError, EngineError, RequestError, SettingsError
+from pipeline.errors import CheckpointError, EngineError, NonsenseError, RequestError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.text.evals import endpoint_lm, perplexity
 from pipeline.products.text.evals.bridge import Bridge
@@ -212,6 +212,48 @@ def test_an_endpoint_that_dies_is_told_with_what_is_kept(
     monkeypatch.setattr(setup.client, "score", die)
     with pytest.raises(type(error)) as caught:
         ask(setup, tmp_path, "loglikelihood", PAIRS)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("asks", ["what a tokenizer adds", "texts"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            EngineError("gone"),
+            "gone; e: its requests were in preparation; finished work is kept, run `dvc repro` to go on",
+        ),
+        (NonsenseError("no ids"), "no ids"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["loglikelihood", "generate_until", "perplexity"])
+def test_an_endpoint_that_dies_before_an_eval_asks_is_told_with_what_is_kept(
+    setup: Setup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    error: EngineError,
+    said: str,
+    asks: str,
+) -> None:
+    """Who read that a server was killed did not learn that hours of finished evals are there."""
+    tokenize = setup.client.tokenize
+
+    async def die(texts: list[str], **options: Any) -> list[list[int]]:
+        if asks != "texts" or max(map(len, texts)) > len(BOS):
+            raise error
+        return await tokenize(texts, **options)
+
+    monkeypatch.setattr(setup.client, "tokenize", die)
+    monkeypatch.setattr(setup.client, "tokenize_chat", lambda *_, **__: die([TOO_LONG[0]]), raising=False)
+    write_documents(tmp_path / "set", {"prose": DOCUMENTS})
+    settings = PerplexityEval(kind="perplexity", evalset=str(tmp_path / "set"))
+    generate = {"until": [], "do_sample": False}
+    with pytest.raises(type(error)) as caught:
+        if kind == "perplexity":
+            asyncio.run(perplexity.evaluate(setup.make_context(tmp_path, settings)))
+        else:
+            ask(setup, tmp_path, kind, [TOO_LONG if kind == "loglikelihood" else (TOO_LONG[0], generate)])
     assert str(caught.value) == said
 
 

@@ -30,7 +30,7 @@ from pipeline.products.text.evals.generation import (
 )
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.serving.engines.engine import gather
-from pipeline.products.text.serving.failures import say_kept
+from pipeline.products.text.serving.failures import prepare, say_kept
 from pipeline.running.progress import Progress
 from pipeline.running.shards import choose_batches
 
@@ -47,7 +47,8 @@ class EndpointLM(LM):
         super().__init__()
         self._context = context
         self._wait = bridge.wait
-        self._frame = self._wait(read_frame(context.client, context.checkpoint))
+        with prepare(context.name):
+            self._frame = self._wait(read_frame(context.client, context.checkpoint))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation.
@@ -91,7 +92,9 @@ class EndpointLM(LM):
         """
         journal = self._context.journal
         waiting = [r for r in requests if not journal.holds(digest_request(GENERATE, r.args))]
-        self._wait(check_questions_fit(self._context, [read_question(self._context.name, r) for r in waiting]))
+        questions = [read_question(self._context.name, request) for request in waiting]
+        with prepare(self._context.name):
+            self._wait(check_questions_fit(self._context, questions))
 
         def ask(some: list[Any]) -> list[Any]:
             questions = [read_question(self._context.name, request) for request in some]
@@ -130,8 +133,9 @@ class EndpointLM(LM):
         own = {chunk: [i for i in chunk if first[keys[i]] == i] for chunk in chunks}
         num_requests = sum(map(len, own.values()))
         chunks = [chunk for chunk in chunks if not all(journal.holds(keys[i]) for i in own[chunk])]
-        for chunk in chunks:
-            check([requests[i] for i in own[chunk]])
+        with prepare(self._context.name):
+            for chunk in chunks:
+                check([requests[i] for i in own[chunk]])
         num_kept = num_requests - sum(len(own[chunk]) for chunk in chunks)
         progress = Progress(self._context.name, total=num_requests, kept=num_kept, unit="requests")
         with ThreadPoolExecutor(CHUNKS_AHEAD * math.ceil(self._context.places.count / CHUNK_REQUESTS)) as pool:

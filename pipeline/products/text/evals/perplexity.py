@@ -30,6 +30,7 @@ from pipeline.products.text.evals.framing import read_frame, rolling_windows
 from pipeline.products.text.evals.places import Places
 from pipeline.products.text.evals.runner import run_cases
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, TokenScores
+from pipeline.products.text.serving.failures import prepare
 from pipeline.products.text.settings import PerplexityEval
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.files import replace_whole
@@ -46,8 +47,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     settings = context.settings
     assert isinstance(settings, PerplexityEval) and context.evalset is not None
     cases: Sequence[DocumentCase] = context.evalset.cases
-    frame = await read_frame(context.client, context.checkpoint)
-    texts = await context.client.tokenize([c.text for c in cases], add_special_tokens=False)
+    with prepare(context.name):
+        frame = await read_frame(context.client, context.checkpoint)
+        texts = await context.client.tokenize([c.text for c in cases], add_special_tokens=False)
     tokens = {case.id: frame.frame_document(ids) for case, ids in zip(cases, texts, strict=True)}
     windows = {
         name: rolling_windows(ids, first=frame.first, max_tokens=context.context_length) for name, ids in tokens.items()

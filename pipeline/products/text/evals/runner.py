@@ -15,7 +15,7 @@ from typing import TypeVar
 from pipeline.errors import EngineError, EvidenceError, HarmFound, JournalError, RequestError, SettingsError
 from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.serving.failures import find_error, say_kept
+from pipeline.products.text.serving.failures import find_error, prepare, say_kept
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.progress import Progress
 
@@ -37,7 +37,8 @@ async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase |
     texts = {case.id: "\n".join(message.content for message in case.messages) for case in cases}
     longest = sorted(texts, key=lambda name: len(texts[name]), reverse=True)[:NUM_LENGTHS_CHECKED]
     try:
-        tokens = await context.client.tokenize([texts[name] for name in longest], add_special_tokens=False)
+        with prepare(context.name):
+            tokens = await context.client.tokenize([texts[name] for name in longest], add_special_tokens=False)
     except RequestError:
         return
     for name, ids in zip(longest, tokens, strict=True):

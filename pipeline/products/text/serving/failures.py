@@ -1,4 +1,4 @@
-"""Find the first error of a kind in a group of tasks that failed.
+"""Find the first error of a kind in a group of tasks that failed, and say of an endpoint that died what is kept.
 
 `except*` is not used: Python before 3.11.4 wraps an exception that is raised in it in a group. No stage would then
 recognise the line that is meant for the user.
@@ -6,6 +6,8 @@ recognise the line that is meant for the user.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TypeVar
 
 from pipeline.errors import EngineError
@@ -27,3 +29,20 @@ def say_kept(died: EngineError, eval_name: str, num_kept: int, total: int, unit:
     return EngineError(
         f"{died}; {eval_name}: {num_kept} of {total} {unit} are finished and kept, run `dvc repro` to go on"
     )
+
+
+@contextlib.contextmanager
+def prepare(eval_name: str) -> Iterator[None]:
+    """Have the block prepare an eval's requests; of an endpoint that dies meanwhile it is said that work is kept.
+
+    Raises:
+        EngineError: as the block does.
+    """
+    try:
+        yield
+    except EngineError as died:
+        if type(died) is not EngineError:  # of one request, which is refused again
+            raise
+        raise EngineError(
+            f"{died}; {eval_name}: its requests were in preparation; finished work is kept, run `dvc repro` to go on"
+        ) from None
