@@ -212,7 +212,9 @@ def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) ->
             "`dvc repro` so that it is built again"
         )
     folder = locate_judged(candidate.checkpoint.path, root)
-    check_files(folder, candidate.checkpoint.digest, candidate.checkpoint.files)
+    # DVC keeps a file for unchanged that has its size and time, and would leave it there
+    remedy = f"remove {path.parent} and run `dvc repro`" if folder == root / built else "run `dvc repro`"
+    check_files(folder, candidate.checkpoint.digest, candidate.checkpoint.files, remedy=remedy)
 
 
 def locate_judged(reference: str, root: Path) -> Path:
@@ -227,13 +229,13 @@ def locate_judged(reference: str, root: Path) -> Path:
         raise EvidenceError(str(error)) from None
 
 
-def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
-    """Refuse a folder that holds other files than those that were judged."""
+def check_files(folder: Path, digest: str, files: dict[str, str], *, remedy: str = "run `dvc repro`") -> None:
+    """Refuse a folder that holds other files than those that were judged, and say the remedy."""
     present = digest_files(folder)
     if digest_json(present) != digest:
         raise EvidenceError(
             f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
-            f"({digest_json(present)[:12]}: {name_changed_file(files, present)}); run `dvc repro` so that "
+            f"({digest_json(present)[:12]}: {name_changed_file(files, present)}); {remedy} so that "
             "it is built and evaluated again"
         )
 

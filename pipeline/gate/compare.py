@@ -19,7 +19,13 @@ from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watc
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_pair_buckets, measure_metric
+from pipeline.gate.measure import (
+    check_loss_can_show,
+    describe_large_tolerance,
+    estimate_metrics,
+    list_pair_buckets,
+    measure_metric,
+)
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
     Judgement,
@@ -184,6 +190,8 @@ def _measure_eval(findings: CandidateFindings, eval_name: str, product: P, kind:
                 )
                 check_loss_can_show(measurement, definition, pairs.reference)
                 findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
+                if said := describe_large_tolerance(measurement, definition, pairs.reference):
+                    findings.add_note(said, ReasonKind.LIMIT)
             except EvidenceError as error:
                 if allowed is None:  # what nothing gates may be too small to compare
                     findings.add_note(str(error))

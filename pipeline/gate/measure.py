@@ -33,7 +33,7 @@ from pipeline.gate.statistics import (
     sign_flip_tail,
     tail_at,
 )
-from pipeline.gate.wording import name_metric, natural_key
+from pipeline.gate.wording import format_tolerance, name_metric, natural_key
 from pipeline.records.detections import MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
@@ -41,6 +41,8 @@ from pipeline.settings.metrics import MetricDefinition
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+_LARGE_SHARE = 0.1  # of what the reference has right: a tolerance above it is worth a sentence
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,28 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
             f"{m.n:,} cases and guessing in {round(guesses * m.n):,}, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
+
+
+def describe_large_tolerance(
+    measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord]
+) -> str | None:
+    """Return that a tolerance lets a large share of what the reference knows be lost; None where it does not.
+
+    Three points of 90 are little, and of 17 they are one right answer in six. Arguments: see `check_loss_can_show`.
+    """
+    m = measurement
+    if m.tolerance is None or definition.estimator != "proportion":
+        return None
+    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice else 0.0
+    known = (m.reference if definition.better == "higher" else 1 - m.reference) - guesses
+    if m.tolerance <= _LARGE_SHARE * known:
+        return None
+    return (
+        f"{name_metric(m.metric, m.bucket)}: the reference is right in {round((known + guesses) * m.n):,} of {m.n:,} "
+        f"cases{f', {round(guesses * m.n):,} of them by guessing' if guesses else ''}; the tolerance of "
+        f"{format_tolerance(m.metric, m.tolerance)} lets {100 * m.tolerance / known:.0f} % of "
+        f"{'the others' if guesses else 'these'} be lost"
+    )
 
 
 def _compare_scores(

@@ -305,9 +305,12 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     """Write the plan as a table for a terminal."""
     head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
-    return "\n".join(
-        align_columns(table) + [f"impossible: {problem}" for problem in list_impossible(rows)] + _describe_release(rows)
-    )
+    impossible = [f"impossible: {problem}" for problem in list_impossible([row for row in rows if row.is_needed])]
+    spared = [
+        f"impossible, and stops no release: {problem}"
+        for problem in list_impossible([row for row in rows if not row.is_needed])
+    ]
+    return "\n".join(align_columns(table) + impossible + spared + _describe_release(rows))
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> list[str]:

@@ -72,10 +72,21 @@ def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) ->
         if step and step.outcome == "failed":
             stopped = f"{product.name}: stopped by its gate{_render_verdict(product) or f', as said above ({report})'}"
         elif step or not has_failed:  # else it was not reached, perhaps
-            when, ships = "" if step else " before", ", ".join(product.release)
+            when, ships = "" if step else " before", ", ".join(_list_released(product))
             yield f"{product.name}: passed its gate{when}: {ships} ({report}, {product.build / PAGE})"
     if stopped:  # DVC goes on to no other gate
         yield stopped
+
+
+def _list_released(product: Product) -> Iterator[str]:
+    """Yield the candidates that ship, with the verdict of one that is let through without a pass."""
+    outcomes = {}
+    with contextlib.suppress(EvidenceError):
+        judgement = read_record(product.reports / VERDICT_FILE, Judgement)
+        outcomes = {verdict.candidate: verdict.outcome for verdict in judgement.verdicts}
+    for name in product.release:
+        outcome = outcomes.get(name, "pass")
+        yield name if outcome == "pass" else f"{name} ({outcome}, which does not block)"
 
 
 def _render_verdict(product: Product) -> str:

@@ -699,7 +699,30 @@ def test_a_reference_that_knows_little_more_than_guessing_gets_proves_nothing(
         for _ in range(is_refused)
     ]
     assert verdict.outcome == ("refused" if is_refused else "pass")
-    assert [s for s in list_said(verdict) if "guessing" in s] == said
+    assert [s for s in list_said(verdict) if "guessing in" in s] == said
+
+
+@pytest.mark.parametrize(
+    ("right", "num_choices", "said"),
+    [
+        (120, 0, ""),  # 12 of them are a tenth
+        (119, 0, "the reference is right in 119 of 400 cases; the tolerance of 3 points lets 10 % of these be lost"),
+        (220, 4, ""),
+        (
+            219,
+            4,
+            "the reference is right in 219 of 400 cases, 100 of them by guessing; the tolerance of 3 points lets 10 % "
+            "of the others be lost",
+        ),
+    ],
+)
+def test_a_tolerance_that_is_a_large_share_of_what_the_reference_knows_is_told(
+    tmp_path: Path, right: int, num_choices: int, said: str
+) -> None:
+    verdict = judge_equal_choices(tmp_path, right=right, num_choices=num_choices)
+    assert verdict.outcome == "pass"
+    told = [reason.text for reason in verdict.reasons if "lets" in reason.text]
+    assert told == ([f"choices/accuracy: {said}"] if said else [])
 
 
 def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path: Path) -> None:

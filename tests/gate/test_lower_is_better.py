@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.measure import check_loss_can_show, measure_metric
+from pipeline.gate.measure import check_loss_can_show, describe_large_tolerance, measure_metric
 from pipeline.gate.pairing import PairedCases
 from pipeline.products import list_known_metrics
 from pipeline.records.evaluations import CaseRecord
@@ -50,6 +50,14 @@ def test_a_reference_that_burns_nothing_can_be_gated_and_one_that_burns_all_can_
                 check_loss_can_show(m, METRIC, [])
         else:
             check_loss_can_show(m, METRIC, [])
+
+
+@pytest.mark.parametrize(("num_bad", "said"), [(160, ""), (161, "right in 39 of 200 cases; the tolerance of 2 points")])
+def test_what_is_not_burnt_is_what_a_tolerance_is_a_share_of(num_bad: int, said: str) -> None:
+    bad = list(range(num_bad))
+    m = measure_metric(pair(bad, bad), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
+    told = describe_large_tolerance(m, METRIC, [])
+    assert said in told if told else not said
 
 
 def test_a_burnt_image_is_shown_as_a_loss() -> None:

@@ -97,7 +97,10 @@ def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: s
     with pytest.raises(SettingsError) as caught:
         check_plan(params, rows)
     assert said in str(caught.value)
-    assert "impossible: " in render_plan(rows)
+    assert "\nimpossible: " in render_plan(rows)
+    lax = make_params(["a"], ["a"], tolerances=TOLERANCES, on_inconclusive="warn")
+    spared = plan_gate(lax, {"workflows": {None: size}}, None)
+    assert "\nimpossible, and stops no release: " in render_plan(spared)
 
 
 @pytest.mark.parametrize(

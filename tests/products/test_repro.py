@@ -135,6 +135,17 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     assert just_run in said
 
 
+def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
+    asked: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    judgement = json.loads((ROOT / "reports/agent/verdict.json").read_text())
+    for verdict in judgement["verdicts"]:
+        verdict["outcome"] = "inconclusive"
+    write_text(Path("reports/agent/verdict.json"), json.dumps(judgement))
+    assert repro.repro([], 2) == 0
+    assert "agent: passed its gate before: awq-long-g32 (inconclusive, which does not block)" in capfd.readouterr().out
+
+
 @pytest.fixture
 def quiet_env(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stage `env` look at nothing and write nothing."""
