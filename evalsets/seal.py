@@ -134,7 +134,7 @@ def _find_comment(card: CommentedMap) -> tuple[CommentedMap, str]:
 
 def main(argv: list[str]) -> int:
     """Seal the folder named on the command line and say what it holds."""
-    if len(argv) != 1:
+    if len(argv) != 1 or argv[0].startswith("-"):
         raise EvalsetError(f"expected one evalset folder, got {argv!r}; usage: python -m evalsets.seal FOLDER")
     try:
         print(describe(seal(Path(argv[0]))))

@@ -287,16 +287,17 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
 def describe_large_tolerance(
     measurement: Measurement, definition: MetricDefinition, records: Sequence[CaseRecord]
 ) -> str | None:
-    """Return that a tolerance lets a large share of what the reference knows be lost; None where it does not.
+    """Return that a tolerance lets a large share of what a weak reference knows be lost; None where it does not.
 
-    Three points of 90 are little, and of 17 they are one right answer in six. Arguments: see `check_loss_can_show`.
+    Three points of 90 are little, and of 17 they are one right answer in six. Where the reference has more than half
+    right, the tolerance itself says about as much. Arguments: see `check_loss_can_show`.
     """
     m = measurement
     if m.tolerance is None or definition.estimator != "proportion":
         return None
     guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice else 0.0
     known = (m.reference if definition.better == "higher" else 1 - m.reference) - guesses
-    if m.tolerance <= _LARGE_SHARE * known:
+    if known > 0.5 or m.tolerance <= _LARGE_SHARE * known:
         return None
     return (
         f"{name_metric(m.metric, m.bucket)}: the reference is right in {round((known + guesses) * m.n):,} of {m.n:,} "

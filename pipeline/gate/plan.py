@@ -3,7 +3,8 @@
 How many cases flip is taken from the last judgement where there is one, and assumed otherwise. A tolerance counts as
 provable when a candidate that loses nothing would pass with a probability of 80 %: half of its flips are losses, give
 or take chance. Where not even a candidate without a single flip could pass, the tolerance is impossible, and that is
-said now; of average precision from the second run on, as its bound without any change takes the reference's own value.
+said now, and ends stage `env`. What rests on the last run, as its reference's average precision does, is a warning: a
+model that was trained since may have another.
 Not covered: what a candidate really loses, and metrics that no run has measured yet and that are no rates.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,7 @@ class PlanRow:
         problem: why the tolerance can't be proven at all, or "".
         power: chance that a candidate without a loss is proven here; None where no run has measured it.
         is_needed: whether a release is stopped where it is not proven.
+        is_sure: whether the problem stands whatever the last run showed, which another reference may not show.
     """
 
     metric: str
@@ -75,6 +78,7 @@ class PlanRow:
     problem: str
     power: float | None = None
     is_needed: bool = True
+    is_sure: bool = True
 
 
 def read_last(product: str, root: Path) -> Judgement | None:
@@ -101,15 +105,18 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
                 sizes = suites.get(eval_name, {})
-                size = sizes.get(bucket)
+                size = counted = sizes.get(bucket)
                 if size is None and seen is not None:  # of a bucket by objects, or of cases that nobody has counted
                     whole, _ = _find_last(last, metric, None)
                     grown = sizes[None].n / whole.n if sizes and whole is not None else 1.0
                     size = SuiteSize(round(seen.n * grown), seen.effective_clusters * grown)
-                row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
+                plan = partial(_plan_row, metric, bucket, limit, definition, alpha=product.gate.alpha)
+                row, bare = plan(size, seen, verdict), plan(counted, None, None)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
                 # cases that nobody has counted may be more by now
-                rows.append(replace(row, is_needed=must, problem=row.problem if sizes else ""))
+                rows.append(
+                    replace(row, is_needed=must, is_sure=bool(bare.problem), problem=row.problem if sizes else "")
+                )
     return rows
 
 
@@ -132,6 +139,7 @@ def _plan_row(
     size: SuiteSize | None,
     seen: Comparison | None,
     verdict: Verdict | None,
+    *,
     alpha: float,
 ) -> PlanRow:
     source = f"last run of {verdict.candidate}" if verdict else "assumed"
@@ -201,7 +209,7 @@ def _plan_spread(
         ""
         if least is None or least <= tolerance
         else (
-            f"{size.n:,} {of} can't prove it whatever the candidate: without any change the loss may be "
+            f"{size.n:,} {of} don't prove it, by the {source}: without any change the loss may be "
             f"{format_harm(metric, least)}; {needed:,} {of} like these would, or widen the tolerance"
         )
     )
@@ -281,12 +289,12 @@ def _normal(probability: float) -> float:
 
 
 def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
-    """Return a warning for each tolerance that can't be proven and need not be.
+    """Return a warning for each tolerance that can't be proven and need not be, or could be by another reference.
 
     Raises:
         SettingsError: one must be proven, so that no candidate could ever pass.
     """
-    if needed := list_impossible([row for row in rows if row.is_needed]):
+    if needed := list_impossible([row for row in rows if row.is_needed and row.is_sure]):
         raise SettingsError(product.locate(needed[0]))
     return list_impossible(rows)
 

@@ -202,6 +202,12 @@ def blocking_verdicts(judgement: Judgement) -> list[Verdict]:
     return [verdict for verdict in released_verdicts(judgement) if is_blocking(verdict, judgement.policy)]
 
 
+def order_for_readers(judgement: Judgement) -> list[Verdict]:
+    """Return all verdicts: those that block first, then what else is released, each in the order of params.yaml."""
+    policy = judgement.policy
+    return sorted(judgement.verdicts, key=lambda v: (not (v.is_release and is_blocking(v, policy)), not v.is_release))
+
+
 def gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     """Say whether a step for speed alone has no sure gain, or nobody knows."""
     if verdict.gain is None:

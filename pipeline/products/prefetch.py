@@ -43,7 +43,7 @@ from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.result_folders import check_evaluation_folders
 from pipeline.running.stage_code import digest_code
 from pipeline.running.staleness import RWLOCK, Plan, open_project, read_own_commands
-from pipeline.running.warm_processes import WarmProcess
+from pipeline.running.warm_processes import INTERRUPTED, WarmProcess
 from pipeline.running.worker_pool import work_here
 from pipeline.settings.base import ENV, Product
 from pipeline.settings.execution import RayExecution
@@ -244,10 +244,13 @@ class _Workshop:
         code = self._find(order.product.kind).run(order.candidate, carry_out, order)
         if code < 0:
             how = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
+        elif code == INTERRUPTED:
+            how = "interrupted; finished cases are kept"
         else:
             how = "failed" if code else "done"
         seconds = time.monotonic() - start
-        self._view.end(order.step, has_failed=code != 0)
+        if code != INTERRUPTED:
+            self._view.end(order.step, has_failed=code != 0)
         self._view.say(f"{order.candidate}: {order.stage}: {how}, {seconds:.1f} s")
         return code == 0
 

@@ -77,6 +77,11 @@ def init_product(
         raise
     write_text(root / PARAMS, text)
     _remove_results(before, removed, root)
+    warnings += [
+        f"{path}: it lies outside of the project, where no other clone has it; copy it here, and name it from here"
+        for path in (checkpoint, *options.values())
+        if Path(path).is_absolute()
+    ]
     return [*(f"warning: {line}" for line in warnings), *_describe(name, start, removed)]
 
 

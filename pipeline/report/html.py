@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
+from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking, order_for_readers
 from pipeline.gate.wording import (
     cut_text,
     format_harm,
@@ -28,7 +28,8 @@ from pipeline.gate.wording import (
     name_comparison,
     show_unprintable,
 )
-from pipeline.records.verdicts import Comparison
+from pipeline.records.reasons import ReasonKind
+from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report.certificate_section import describe_certificate
 from pipeline.report.explanation_records import Explanation, describe_place
 from pipeline.report.sections import Figure
@@ -87,13 +88,14 @@ def render_html(judgement: Judgement, explanation: Explanation, pictures: Mappin
         "confidence": f"{1 - judgement.policy.alpha:.0%}",
     }
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    blocking = [verdict.candidate for verdict in blocking_verdicts(judgement)]
+    blocking = blocking_verdicts(judgement)
     return template.render(
         judgement=judgement,
         policy=judgement.policy,
-        blocking=blocking,
+        blocking=[verdict.candidate for verdict in blocking],
+        causes=[cut_text(f"{verdict.candidate}: {_find_cause(verdict)}", _MAX_REASON) for verdict in blocking],
         unproven=list_unproven(judgement),
-        candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in judgement.verdicts],
+        candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in order_for_readers(judgement)],
         pictures=embed_pictures(pictures),
     )
 
@@ -118,6 +120,12 @@ def _describe(judgement: Judgement, candidate: str, explanation: Explanation) ->
         "reported": [_row(c) for c in verdict.comparisons if c.tolerance is None],
         "explained": explanation.of(candidate),
     }
+
+
+def _find_cause(verdict: Verdict) -> str:
+    """Return what a reader needs first: what an average hides, or else the first reason."""
+    headlines = (reason.text for reason in verdict.reasons if reason.kind == ReasonKind.HEADLINE)
+    return next(headlines, str(next(iter(verdict.reasons), verdict.outcome)))
 
 
 def _row(c: Comparison) -> dict[str, Any]:

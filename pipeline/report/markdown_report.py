@@ -14,7 +14,13 @@ from typing import Any
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
+from pipeline.gate.verdicts import (
+    Judgement,
+    Policy,
+    blocking_verdicts,
+    order_for_readers,
+    released_verdicts,
+)
 from pipeline.gate.wording import (
     definition_of,
     escape_markdown,
@@ -95,7 +101,7 @@ def render_report(
             here=here,
             policy=judgement.policy,
         )
-        for verdict in judgement.verdicts
+        for verdict in order_for_readers(judgement)
     ]
     parts.append(_explain(judgement.policy, presenter.words))
     return "\n".join(parts)

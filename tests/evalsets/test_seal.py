@@ -144,13 +144,14 @@ def test_the_command_prints_one_line(tmp_path: Path) -> None:
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "evalsets.seal", *argv], cwd=ROOT, capture_output=True, text=True)
 
-    sealed, refused = run(str(folder)), run()
+    sealed, refused, asked = run(str(folder)), run(), run("--help")
     assert (sealed.returncode, sealed.stderr) == (0, "")
     assert sealed.stdout == "notes: 3 cases, 2 clusters, buckets alpha 1, zeta 2; card sealed\n"
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
         "quantgate seal: expected one evalset folder, got []; usage: python -m evalsets.seal FOLDER\n"
     )
+    assert asked.returncode == 1 and "usage: python -m evalsets.seal FOLDER" in asked.stderr
 
 
 # The examples of evalsets/README.md.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, check_plan, plan_gate, read_last, render_plan
+from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, check_plan, list_impossible, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
 from pipeline.gate.suite_sizes import count_sizes
 from pipeline.gate.verdicts import Judgement
@@ -161,8 +161,10 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
         for step in (-1e-4, 1e-4)
     ]
     assert [row.least for row in rows] == pytest.approx([high, high])
-    assert rows[0].problem.startswith("80 images can't prove it whatever the candidate: without any change the loss ")
+    assert rows[0].problem.startswith("80 images don't prove it, by the last run of same: without any change the loss ")
     assert rows[0].needed is not None and rows[0].needed > 80 and not rows[1].problem
+    product = make_detector_params(["same"], {"shelves/ap": {"overall": high - 1e-4}})
+    assert check_plan(product, rows) == list_impossible(rows[:1]), "a better reference may prove it: it must get a run"
     (larger,) = plan_gate(
         make_detector_params(["same"], {"shelves/ap": {"overall": high - 1e-4}}),
         {"shelves": {None: SuiteSize(160, 80.0)}},

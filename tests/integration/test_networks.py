@@ -439,7 +439,7 @@ RESULT = '{"bbox": [0, 0, 8, 8], "score": 1, "category_id": 1}'
         pytest.param(
             "return [[{",
             "return 7\n    return [[{",
-            "postprocess() returned 'int', expected results of each of 4 pictures",
+            "postprocess() returned 'int', expected results of each of 4 pictures, from case 'c00' on",
             id="no-list",
         ),
         pytest.param(
@@ -691,6 +691,15 @@ def repeat_picture(root: Path) -> None:
     repeat_case(root, annotations=[])
 
 
+def save_picture_again(root: Path) -> None:
+    """Add a case of the first picture in a file of other bytes and the same pixels."""
+    folder = root / "evalsets/squares/images"
+    with Image.open(folder / "00.png") as picture:
+        picture.save(folder / "again.png", compress_level=0)
+    assert (folder / "again.png").read_bytes() != (folder / "00.png").read_bytes()
+    repeat_case(root, annotations=[], image="images/again.png")
+
+
 def shrink_target(root: Path) -> None:
     """Halve a target after it was sealed as another size: the card alone is brought up to date."""
     path = root / "evalsets/views/targets/1.png"
@@ -787,6 +796,15 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             EvalsetError,
             "cases.jsonl:41: case 'again' shows the same picture as the case on line 1; every picture may count once",
             id="picture-twice",
+        ),
+        pytest.param(
+            make_detector,
+            {},
+            save_picture_again,
+            EvalsetError,
+            "cases.jsonl:41: case 'again' shows the same picture as the case on line 1; every picture may count once, "
+            "however its file was saved",
+            id="picture-saved-again",
         ),
         pytest.param(
             make_detector, {}, change_picture, EvalsetError, "cases.jsonl:4: case 'c03': ", id="picture-changed"

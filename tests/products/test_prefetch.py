@@ -211,6 +211,35 @@ def test_a_number_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFix
     assert line.startswith("quantgate: --jobs: expected auto, or how many candidates at once, such as 4, got ")
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "failed"),
+    [
+        (0, "optimize: done", False),
+        (1, "optimize: failed", True),
+        (130, "optimize: interrupted; finished cases are kept", False),
+        (-9, "optimize: its process was ended by signal 9", True),
+    ],
+)
+def test_how_a_step_ended_is_said(
+    params: Params, capsys: pytest.CaptureFixture[str], tmp_path: Path, code: int, said: str, failed: bool
+) -> None:
+    """Ctrl-C was said to be a failure, of which nothing was said above."""
+
+    class Process:
+        is_gone = False
+
+        def run(self, label: str, function: Any, order: Order) -> int:
+            return code
+
+    order = prefetch.Share(params, defaultdict(dict), 1, ()).give("people", params.products["people"], 0)
+    with View(tmp_path / "facts") as view, view.open_phase(view.plan("candidates", ["optimize@people"])):
+        workshop = prefetch._Workshop(view)
+        workshop._processes["vision"] = Process()  # type: ignore[assignment]
+        assert workshop.run(replace(order, stage="optimize")) == (code == 0)
+    shown = capsys.readouterr().err
+    assert f"people: {said}" in shown and ("failed: optimize@people" in shown) == failed
+
+
 def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with prefetch.lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):

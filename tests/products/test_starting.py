@@ -125,6 +125,12 @@ def test_a_mixture_of_experts_is_started_as_it_is(project: Path, monkeypatch: py
     assert "# not quantised: " in Path("params.yaml").read_text()
 
 
+def test_a_path_outside_of_the_project_is_warned_of(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    said = init_product("bot", "text", str(ROOT / "models/agent"), {}, root=Path())
+    assert said[0].startswith(f"warning: {ROOT / 'models/agent'}: it lies outside of the project"), said
+
+
 def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completed by a shell, it was written as of this machine: in another clone nothing was found."""
     monkeypatch.chdir(project)

@@ -141,6 +141,23 @@ def test_every_comparison_is_drawn_once(compared: ReleaseComparison, explanation
     assert all(0 <= x <= 240 for x in coordinates), "an interval leaves its picture"
 
 
+def test_what_blocks_is_read_first(compared: ReleaseComparison, explanation: Explanation) -> None:
+    """A candidate that passes and does not ship stood above the one that stopped the release."""
+    judgement = compared.judgement
+    last = judgement.verdicts[-1].candidate
+    verdicts = [
+        v.model_copy(update={"is_release": v.candidate == last, "outcome": "fail" if v.candidate == last else "pass"})
+        for v in judgement.verdicts
+    ]
+    policy = judgement.policy.model_copy(update={"release": (last,)})
+    blocked = judgement.model_copy(update={"verdicts": tuple(verdicts), "policy": policy})
+    text = render_html(blocked, explanation, {})
+    sections = re.findall(r'<a href="#candidate-\d+">([^<]+)</a>', text)
+    assert sections[0] == last and sections[1:] == [v.candidate for v in verdicts[:-1]]
+    head = text[text.index("<header>") : text.index("</header>")]
+    assert "Blocked" in head and f"<li>{last}: " in head
+
+
 def test_refused_candidates_and_none_explained_have_a_page(compared: ReleaseComparison) -> None:
     text = render_html(compared.judgement, Explanation(candidates=()), {})
     assert "Nothing could be compared" in text and "Cases whose judgement changed" not in text

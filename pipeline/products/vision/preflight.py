@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline.products.vision.files import read_config
 from pipeline.products.vision.settings import PrecisionStep, QuantizeStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.records.digests import digest_file, digest_folder
 from pipeline.running.environment import Machine
-from pipeline.running.kept_digests import digest_watched
+from pipeline.running.kept_digests import digest_pixels_once, digest_watched
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.metrics import AREAS
 
@@ -58,7 +59,15 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         where, folder = product.locate("calibration_images"), root / product.calibration_images
         calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
         check_pictures(folder, calibration.cases)
-        _check_apart(where, calibration, evalsets)
+        _check_apart(
+            where,
+            _digest_pixels(folder, calibration, root),
+            {
+                name: _digest_pixels(root / product.evals[name].evalset, evalset, root)
+                for name, evalset in evalsets.items()
+            },
+            evalsets,
+        )
         _check_enough(product, len(calibration.cases))
     for name, candidate in product.candidates.items():
         _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
@@ -197,8 +206,8 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
     """Refuse cases that are there twice, pictures that were changed, and for a detector nothing to detect."""
     folder = root / settings.evalset
     check_each_once(folder / CASES_FILE, evalset.cases)
-    _check_distinct_pictures(folder / CASES_FILE, evalset)
     check_pictures(folder, evalset.cases)
+    _check_distinct_pictures(folder / CASES_FILE, evalset, _digest_pixels(folder, evalset, root))
     if not isinstance(settings, DetectionEval):
         return
     if not any(case.annotations for case in evalset.cases):
@@ -268,21 +277,36 @@ def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
         )
 
 
-def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
+def _digest_pixels(folder: Path, evalset: Evalset, root: Path) -> list[str]:
+    """Return of each case what its picture shows: one that was saved anew is the same."""
+    digests = digest_pixels_once({case.sha256: folder / case.image for case in evalset.cases}, root=root)
+    return [digests[case.sha256] for case in evalset.cases]
+
+
+def _check_distinct_pictures(path: Path, evalset: Evalset, shown: Sequence[str]) -> None:
     seen: dict[str, int] = {}
-    for number, case in enumerate(evalset.cases, start=1):
-        if (first := seen.setdefault(case.sha256, number)) != number:
+    for number, (case, digest) in enumerate(zip(evalset.cases, shown, strict=True), start=1):
+        if (first := seen.setdefault(digest, number)) != number:
             raise EvalsetError(
                 f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
-                f"every picture may count once: remove one{name_others(case.sha256 for case in evalset.cases)}"
+                f"every picture may count once, however its file was saved: remove one{name_others(shown)}"
             )
 
 
-def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset]) -> None:
-    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is."""
-    calibrated = {case.sha256: case.id for case in calibration.cases}
-    for evalset in evalsets.values():
-        if shared := [case.id for case in evalset.cases if case.sha256 in calibrated]:
+def _check_apart(
+    where: str, calibrated: Sequence[str], shown: Mapping[str, Sequence[str]], evalsets: Mapping[str, Evalset]
+) -> None:
+    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is.
+
+    Args:
+        where: the setting.
+        calibrated: what each calibration picture shows.
+        shown: what each case's picture shows, by eval.
+        evalsets: by eval.
+    """
+    for name, evalset in evalsets.items():
+        pairs = zip(evalset.cases, shown[name], strict=True)
+        if shared := [case.id for case, digest in pairs if digest in set(calibrated)]:
             raise SettingsError(
                 f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
                 f"{evalset.card.name!r}, {shared[0]!r} first; what is fitted to them looks better than "

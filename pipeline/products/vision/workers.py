@@ -171,15 +171,17 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     keep_freed_memory()
     loaded: _Loaded = get_loaded()
     network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
-    x = network.prepare(torch.from_numpy(pixels))
-    outputs = network.run(x)
-    finite = find_finite(loaded.adapter, outputs, len(cases))
-    results = _finish(network, outputs, finite)
+    try:
+        outputs = network.run(network.prepare(torch.from_numpy(pixels)))
+        finite = find_finite(loaded.adapter, outputs, len(cases))
+        results = _finish(network, outputs, finite)
+    except EngineError as error:  # of code that sees a batch, and no cases
+        raise EngineError(f"{error}; it had the {len(cases)} pictures from case {cases[0].id!r} on") from None
     if (num := _count(results)) != len(cases):
         came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
         raise EngineError(
             f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
-            f"{len(cases)} pictures; correct the adapter"
+            f"{len(cases)} pictures, from case {cases[0].id!r} on; correct the adapter"
         )
     mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, cases, pixels)
     judged = []
