@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"quantgate: {format_line(str(error))}", file=sys.stderr)
         return NO_VERDICT
     except KeyboardInterrupt:
-        print("quantgate: interrupted; what finished is kept, and the same command goes on", file=sys.stderr)
+        print("quantgate: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

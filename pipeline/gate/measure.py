@@ -295,9 +295,10 @@ def describe_large_tolerance(
     m = measurement
     if m.tolerance is None or definition.estimator != "proportion":
         return None
-    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice else 0.0
+    is_choice = definition.is_choice and definition.better == "higher"
+    guesses = CaseTable.of(records).expect_guesses(m.bucket) if is_choice else 0.0
     known = (m.reference if definition.better == "higher" else 1 - m.reference) - guesses
-    if known > 0.5 or m.tolerance <= _LARGE_SHARE * known:
+    if not 0 < known <= 0.5 or m.tolerance <= _LARGE_SHARE * known:
         return None
     return (
         f"{name_metric(m.metric, m.bucket)}: the reference is right in {round((known + guesses) * m.n):,} of {m.n:,} "

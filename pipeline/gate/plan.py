@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,10 +58,10 @@ class PlanRow:
         provable: smallest tolerance that this n proves; None where no run has measured it.
         needed: cases that would prove the tolerance; None where no affordable number would, or nobody knows.
         minutes: that the eval takes for one candidate; None where no run has told.
-        problem: why the tolerance can't be proven at all, or "".
+        problem: why the tolerance can't be proven, or "".
         power: chance that a candidate without a loss is proven here; None where no run has measured it.
         is_needed: whether a release is stopped where it is not proven.
-        is_sure: whether the problem stands whatever the last run showed, which another reference may not show.
+        is_sure: whether a problem is one of the cases alone, and not of what the last run showed of its models.
     """
 
     metric: str
@@ -105,18 +104,15 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
                 sizes = suites.get(eval_name, {})
-                size = counted = sizes.get(bucket)
+                size = sizes.get(bucket)
                 if size is None and seen is not None:  # of a bucket by objects, or of cases that nobody has counted
                     whole, _ = _find_last(last, metric, None)
                     grown = sizes[None].n / whole.n if sizes and whole is not None else 1.0
                     size = SuiteSize(round(seen.n * grown), seen.effective_clusters * grown)
-                plan = partial(_plan_row, metric, bucket, limit, definition, alpha=product.gate.alpha)
-                row, bare = plan(size, seen, verdict), plan(counted, None, None)
+                row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
                 # cases that nobody has counted may be more by now
-                rows.append(
-                    replace(row, is_needed=must, is_sure=bool(bare.problem), problem=row.problem if sizes else "")
-                )
+                rows.append(replace(row, is_needed=must, problem=row.problem if sizes else ""))
     return rows
 
 
@@ -139,7 +135,6 @@ def _plan_row(
     size: SuiteSize | None,
     seen: Comparison | None,
     verdict: Verdict | None,
-    *,
     alpha: float,
 ) -> PlanRow:
     source = f"last run of {verdict.candidate}" if verdict else "assumed"
@@ -158,22 +153,37 @@ def _plan_row(
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
     # without a run, cases of a cluster are taken to flip together
-    deff = seen.design_effect if seen else size.n / size.effective_clusters
+    worst = size.n / size.effective_clusters
+    deff = seen.design_effect if seen else worst
     least = _bound(0.0, deff, size, 1.0, alpha)
+    is_sure = seen is None or _bound(0.0, worst, size, 1.0, alpha) > tolerance
     needed = _count_needed(flips, deff, size, tolerance, alpha)
     problem = (
         ""
         if least <= tolerance
         else (
-            f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the "
-            f"candidate: without a single flip the loss may be {format_harm(metric, least)}"
+            f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it "
+            f"{'whatever the candidate' if is_sure else f'as they hung together in the {source}'}: without a single "
+            f"flip the loss may be {format_harm(metric, least)}"
             + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";")
             + " widen the tolerance"
         )
     )
     provable, power = _bound(flips, deff, size, 1.0, alpha), _find_power(flips, deff, size, tolerance, alpha)
     return PlanRow(
-        metric, bucket, tolerance, size.n, flips, source, least, provable, needed, minutes, problem, power=power
+        metric,
+        bucket,
+        tolerance,
+        size.n,
+        flips,
+        source,
+        least,
+        provable,
+        needed,
+        minutes,
+        problem,
+        power=power,
+        is_sure=is_sure,
     )
 
 
@@ -214,7 +224,19 @@ def _plan_spread(
         )
     )
     return PlanRow(
-        metric, bucket, tolerance, size.n, None, source, least, provable, needed, minutes, problem, power=power
+        metric,
+        bucket,
+        tolerance,
+        size.n,
+        None,
+        source,
+        least,
+        provable,
+        needed,
+        minutes,
+        problem,
+        power=power,
+        is_sure=False,
     )
 
 
@@ -300,7 +322,7 @@ def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
 
 
 def list_impossible(rows: Sequence[PlanRow]) -> list[str]:
-    """Return a line for each tolerance that can't be proven whatever the candidate."""
+    """Return a line for each tolerance that can't be proven, as far as is known."""
     return [
         f"gate.tolerances.{row.metric}{'.overall' if row.bucket is None else f'.buckets.{row.bucket}'}: "
         f"{format_tolerance(row.metric, row.tolerance)}: {row.problem}"
@@ -313,12 +335,13 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     """Write the plan as a table for a terminal."""
     head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
-    impossible = [f"impossible: {problem}" for problem in list_impossible([row for row in rows if row.is_needed])]
-    spared = [
-        f"impossible, and stops no release: {problem}"
-        for problem in list_impossible([row for row in rows if not row.is_needed])
+    labels = {(True, True): "impossible", (False, True): "impossible, and stops no release"}
+    problems = [
+        f"{labels.get((row.is_needed, row.is_sure), 'unlikely')}: {problem}"
+        for row in rows
+        for problem in list_impossible([row])
     ]
-    return "\n".join(align_columns(table) + impossible + spared + _describe_release(rows))
+    return "\n".join(align_columns(table) + problems + _describe_release(rows))
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> list[str]:

@@ -41,6 +41,7 @@ from pipeline.running.prefetched import Work, digest_inputs_now, keep, put_back,
 from pipeline.running.progress import begin_step, tell_cpu, tell_taken
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.result_folders import check_evaluation_folders
+from pipeline.running.run_state import Ending
 from pipeline.running.stage_code import digest_code
 from pipeline.running.staleness import RWLOCK, Plan, open_project, read_own_commands
 from pipeline.running.warm_processes import INTERRUPTED, WarmProcess
@@ -242,16 +243,13 @@ class _Workshop:
         start = time.monotonic()
         self._view.begin(order.step)
         code = self._find(order.product.kind).run(order.candidate, carry_out, order)
+        how: Ending = "interrupted" if code == INTERRUPTED else "failed" if code else "done"
+        said = {"interrupted": "interrupted; what finished is kept"}.get(how, how)
         if code < 0:
-            how = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
-        elif code == INTERRUPTED:
-            how = "interrupted; finished cases are kept"
-        else:
-            how = "failed" if code else "done"
+            said = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
         seconds = time.monotonic() - start
-        if code != INTERRUPTED:
-            self._view.end(order.step, has_failed=code != 0)
-        self._view.say(f"{order.candidate}: {order.stage}: {how}, {seconds:.1f} s")
+        self._view.end(order.step, how)
+        self._view.say(f"{order.candidate}: {order.stage}: {said}, {seconds:.1f} s")
         return code == 0
 
     def _find(self, kind: str) -> WarmProcess:

@@ -72,21 +72,24 @@ def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) ->
         if step and step.outcome == "failed":
             stopped = f"{product.name}: stopped by its gate{_render_verdict(product) or f', as said above ({report})'}"
         elif step or not has_failed:  # else it was not reached, perhaps
-            when, ships = "" if step else " before", ", ".join(_list_released(product))
-            yield f"{product.name}: passed its gate{when}: {ships} ({report}, {product.build / PAGE})"
+            when, outcomes = "" if step else " before", _read_outcomes(product)
+            ships = ", ".join(name if said == "pass" else f"{name} ({said})" for name, said in outcomes.items())
+            how = "passed" if set(outcomes.values()) == {"pass"} else "let through by"
+            yield f"{product.name}: {how} its gate{when}: {ships} ({report}, {product.build / PAGE})"
     if stopped:  # DVC goes on to no other gate
         yield stopped
 
 
-def _list_released(product: Product) -> Iterator[str]:
-    """Yield the candidates that ship, with the verdict of one that is let through without a pass."""
-    outcomes = {}
+def _read_outcomes(product: Product) -> dict[str, str]:
+    """Return the verdicts of the candidates that ship: one may be let through without a pass.
+
+    A file that can't be read takes nothing back: that the gate let them through, DVC has said.
+    """
+    found: dict[str, str] = {}
     with contextlib.suppress(EvidenceError):
         judgement = read_record(product.reports / VERDICT_FILE, Judgement)
-        outcomes = {verdict.candidate: verdict.outcome for verdict in judgement.verdicts}
-    for name in product.release:
-        outcome = outcomes.get(name, "pass")
-        yield name if outcome == "pass" else f"{name} ({outcome}, which does not block)"
+        found = {verdict.candidate: verdict.outcome for verdict in judgement.verdicts}
+    return {name: found.get(name, "pass") for name in product.release}
 
 
 def _render_verdict(product: Product) -> str:
@@ -123,7 +126,7 @@ def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:
         for line in child.stdout or ():
             view.show(line.rstrip("\n"))
         code = child.wait()
-        view.close_phase(has_failed=code != 0)
+        view.close_phase("failed" if code else "done")
     return code
 
 

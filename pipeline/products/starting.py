@@ -7,6 +7,7 @@ holds of their runs; their models and evalsets stay, as tests and benchmarks nee
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -79,8 +80,8 @@ def init_product(
     _remove_results(before, removed, root)
     warnings += [
         f"{path}: it lies outside of the project, where no other clone has it; copy it here, and name it from here"
-        for path in (checkpoint, *options.values())
-        if Path(path).is_absolute()
+        for path in (checkpoint, *(path for option, path in options.items() if option != "task"))
+        if not path.startswith(SCHEME) and _is_outside(path, root)
     ]
     return [*(f"warning: {line}" for line in warnings), *_describe(name, start, removed)]
 
@@ -109,8 +110,15 @@ def _check_options(kind: str, options: Mapping[str, str]) -> None:
 
 def _name_from_root(path: str, root: Path) -> str:
     """Return a path in the project as params.yaml names it, which is true in every clone."""
-    place = Path(path)
-    return place.relative_to(root.resolve()).as_posix() if place.is_relative_to(root.resolve()) else path
+    for home in (root.resolve(), Path(os.path.abspath(root))):  # a shell may name it through a link
+        if Path(path).is_relative_to(home):
+            return Path(path).relative_to(home).as_posix()
+    return path
+
+
+def _is_outside(path: str, root: Path) -> bool:
+    """Say whether a path leads out of the project; a link in it may lead where it will."""
+    return not Path(os.path.abspath(root / path)).is_relative_to(os.path.abspath(root))
 
 
 def _check_places(kind: str, checkpoint: str, options: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking, order_for_readers
+from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, is_blocking, is_stopping, order_for_readers
 from pipeline.gate.wording import (
     cut_text,
     format_harm,
@@ -35,6 +35,13 @@ from pipeline.report.explanation_records import Explanation, describe_place
 from pipeline.report.sections import Figure
 from pipeline.report.unproven import list_unproven
 
+_CAUSES = (
+    ReasonKind.REFUSED,
+    ReasonKind.FAILED,
+    ReasonKind.HEADLINE,
+    ReasonKind.UNPROVEN,
+    ReasonKind.NO_GAIN,
+)  # of which the first is shown
 _TEMPLATE = Path(__file__).with_name("page.jinja")
 _LEFT, _RIGHT = -2.0, 4.0  # drawn of an interval, in units of the tolerance
 _WIDTH, _MARGIN = 240.0, 8.0  # of its picture, in its own units
@@ -93,7 +100,10 @@ def render_html(judgement: Judgement, explanation: Explanation, pictures: Mappin
         judgement=judgement,
         policy=judgement.policy,
         blocking=[verdict.candidate for verdict in blocking],
-        causes=[cut_text(f"{verdict.candidate}: {_find_cause(verdict)}", _MAX_REASON) for verdict in blocking],
+        causes=[
+            cut_text(f"{verdict.candidate}: {_find_cause(verdict, judgement.policy)}", _MAX_REASON)
+            for verdict in blocking
+        ],
         unproven=list_unproven(judgement),
         candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in order_for_readers(judgement)],
         pictures=embed_pictures(pictures),
@@ -122,10 +132,11 @@ def _describe(judgement: Judgement, candidate: str, explanation: Explanation) ->
     }
 
 
-def _find_cause(verdict: Verdict) -> str:
-    """Return what a reader needs first: what an average hides, or else the first reason."""
-    headlines = (reason.text for reason in verdict.reasons if reason.kind == ReasonKind.HEADLINE)
-    return next(headlines, str(next(iter(verdict.reasons), verdict.outcome)))
+def _find_cause(verdict: Verdict, policy: Policy) -> str:
+    """Return what a reader needs first of a verdict that blocks: what an average hides, or else what stops it."""
+    said = {reason.kind: reason.text for reason in reversed(verdict.reasons)}
+    stops = (f"{name_comparison(c)}: {c.sentence}" for c in verdict.comparisons if is_stopping(c, policy))
+    return next((said[kind] for kind in _CAUSES if kind in said), next(stops, verdict.outcome))
 
 
 def _row(c: Comparison) -> dict[str, Any]:

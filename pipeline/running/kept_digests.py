@@ -2,30 +2,26 @@
 
 A file counts as unchanged where path, size, inode and both of its times are those that it was read with. Records don't
 rest on this: `optimize`, the servers and the gate read every byte, and each stage its own code. The digests are kept in
-build/env/digests.json, code.json and pixels.json, which are safe to delete. Not covered: two processes that write one
-at once. What one of them read is then read again.
+build/env/digests.json and code.json, which are safe to delete. Not covered: two processes that write one at once. What
+one of them read is then read again.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from pipeline.evalsets.pictures import read_picture
-from pipeline.records.digests import NOT_CONTENT, digest_bytes, digest_files, digest_json, list_files
+from pipeline.records.digests import NOT_CONTENT, digest_files, digest_json, list_files
 from pipeline.records.files import write_text
 from pipeline.running import stage_code
-from pipeline.running.environment import count_cores
 from pipeline.settings.base import ENV
 from pipeline.settings.hub_names import parse_pinned
 
 KEPT = ENV / "digests.json"
 KEPT_CODE = ENV / "code.json"
-KEPT_PIXELS = ENV / "pixels.json"
 _MIN_BYTES = 1 << 20  # a smaller file is read in a millisecond
 # clocks of file systems tick every few milliseconds, or two seconds: a change within one tick shows in no time
 _TICK_NS = 2_000_000_000
@@ -87,33 +83,6 @@ def digest_code_once(
     if not kept.keys() >= set(names.values()) and all(max(stamp[2:]) < settled_ns for stamp in stamps.values()):
         write_text(root / KEPT_CODE, json.dumps({name: digests[pair] for pair, name in names.items()}, indent=0))
     return digests
-
-
-def digest_pixels_once(pictures: Mapping[str, Path], *, root: Path) -> dict[str, str]:
-    """Return a digest of the pixels of pictures, equal where what is seen is, however the files were saved.
-
-    Args:
-        pictures: file by its sha256.
-        root: of the project, under which the digests are kept.
-
-    Returns:
-        By the sha256 of the file.
-
-    Raises:
-        EvalsetError: with the path: not such a picture, or its pixels are damaged.
-    """
-    kept = _read_json(root / KEPT_PIXELS)
-    missing = {sha256: path for sha256, path in pictures.items() if not isinstance(kept.get(sha256), str)}
-    if missing:
-        with ThreadPoolExecutor(count_cores()) as pool:
-            kept |= dict(zip(missing, pool.map(_digest_pixels, missing.values(), missing), strict=True))
-        write_text(root / KEPT_PIXELS, json.dumps(kept, indent=0))
-    return {sha256: kept[sha256] for sha256 in pictures}
-
-
-def _digest_pixels(path: Path, sha256: str) -> str:
-    pixels = read_picture(path, sha256)
-    return digest_json([pixels.shape, digest_bytes(pixels.tobytes())])
 
 
 def _stamp(path: Path) -> Stamp:

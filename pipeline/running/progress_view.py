@@ -26,7 +26,7 @@ from rich.text import Text
 
 from pipeline.running.last_times import LastTimes
 from pipeline.running.progress import FILE, Fact, format_duration, format_fact, measure_rate, read_cpu_s
-from pipeline.running.run_state import Clock, Estimate, Phase, Step
+from pipeline.running.run_state import Clock, Ending, Estimate, Phase, Step
 from pipeline.running.run_summary import format_summary
 
 _FRAME_EVERY_S, _LINES_EVERY_S = 0.25, 30.0
@@ -122,7 +122,7 @@ class View:
 
     @contextlib.contextmanager
     def open_phase(self, phase: Phase, *, is_last: bool = False) -> Iterator[None]:
-        """Show a phase for the block; its steps at work fail with it.
+        """Show a phase for the block; its steps at work end as it does.
 
         Args:
             phase: as planned.
@@ -131,18 +131,21 @@ class View:
         with self._lock:
             self._phases.append(phase)
             self.later = Estimate() if is_last else self.later
-        has_failed = True
+        how: Ending = "failed"
         try:
             yield
-            has_failed = False
+            how = "done"
+        except KeyboardInterrupt:
+            how = "interrupted"
+            raise
         finally:
-            self.close_phase(has_failed=has_failed)
+            self.close_phase(how)
 
-    def close_phase(self, *, has_failed: bool) -> None:
+    def close_phase(self, how: Ending) -> None:
         """Say that the phase ends; a second time it says nothing."""
         self.tick()
         with self._lock:
-            self._phases[-1].close(has_failed=has_failed)
+            self._phases[-1].close(how)
 
     def begin(self, name: str) -> None:
         """Say that a step of the phase begins."""
@@ -150,11 +153,11 @@ class View:
             self._phases[-1].begin(name)
             self._announce()
 
-    def end(self, name: str, *, has_failed: bool = False) -> None:
+    def end(self, name: str, how: Ending = "done") -> None:
         """Say that a step of the phase ends."""
         self.tick()  # what its process said last
         with self._lock:
-            self._phases[-1].end(name, has_failed=has_failed)
+            self._phases[-1].end(name, how)
 
     def drop(self, name: str) -> None:
         """Say that a step of the phase needs no work."""

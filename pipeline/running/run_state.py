@@ -17,6 +17,8 @@ from pipeline.running.progress import Fact, predict_left_s
 Clock = Callable[[], float]
 _RESTS_AFTER_S = 10.0  # while cases of another eval have the places
 
+Ending = Literal["done", "failed", "interrupted"]
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -99,7 +101,7 @@ class Step:
     number: int
     start: float
     seconds: float | None = None
-    outcome: Literal["", "done", "failed"] = ""
+    outcome: Literal[""] | Ending = ""
     is_taken: bool = False
     cpu_s: float = 0.0
     is_announced: bool = False
@@ -194,12 +196,12 @@ class Phase:
             self.waiting.remove(name)
         self.steps[name] = Step(name, self.num_passed + len(self.steps) + 1, self._clock())
 
-    def end(self, name: str, *, has_failed: bool = False) -> None:
+    def end(self, name: str, how: Ending = "done") -> None:
         """Say that a step ends; its time is kept where it did all of its work."""
         step = self.steps[name]
         step.seconds = self._clock() - step.start
-        step.outcome = "failed" if has_failed else "done"
-        if not (has_failed or step.num_kept or step.is_taken):
+        step.outcome = how
+        if how == "done" and not (step.num_kept or step.is_taken):
             self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
 
     def drop(self, name: str) -> None:
@@ -223,10 +225,10 @@ class Phase:
             piece.take(fact, now)
             step.pieces[fact.piece] = piece
 
-    def close(self, *, has_failed: bool = False) -> None:
-        """Say that the phase ends; what is at work then has failed, or is done."""
+    def close(self, how: Ending = "done") -> None:
+        """Say that the phase ends, and with it what is at work."""
         for step in self.running:
-            self.end(step.name, has_failed=has_failed)
+            self.end(step.name, how)
 
     def predict_step_s(self, step: Step) -> float | None:
         """Return the seconds that a step at work still takes; None: nobody knows."""

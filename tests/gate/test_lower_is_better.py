@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,16 @@ def test_what_is_not_burnt_is_what_a_tolerance_is_a_share_of(num_bad: int, said:
     m = measure_metric(pair(bad, bad), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
     told = describe_large_tolerance(m, METRIC, [])
     assert said in told if told else not said
+
+
+def test_nobody_guesses_where_less_is_better() -> None:
+    """Three of four bad ones are what guessing gets right one time in four: nothing was left to divide by."""
+    choice, bad = replace(METRIC, is_choice=True), list(range(150))
+    pairs = pair(bad, bad)
+    records = [record.model_copy(update={"num_choices": 4}) for record in pairs.reference]
+    m = measure_metric(pairs, choice, None, eval_name="shots", tolerance=0.03, alpha=0.05)
+    told = describe_large_tolerance(m, choice, records)
+    assert told is not None and "right in 50 of 200 cases; the tolerance of 3 points lets 12 % of these" in told
 
 
 def test_a_burnt_image_is_shown_as_a_loss() -> None:

@@ -44,7 +44,7 @@ from pipeline.gate.pairing import load_evidence
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.serving.engines.keeper import list_descendants
-from pipeline.products.vision import candidate, workers
+from pipeline.products.vision import candidate, same_pictures, workers
 from pipeline.products.vision.candidate import build_network_candidate
 from pipeline.products.vision.evaluate import evaluate_network, open_replica
 from pipeline.products.vision.findings.wholes import check_wholes
@@ -439,7 +439,8 @@ RESULT = '{"bbox": [0, 0, 8, 8], "score": 1, "category_id": 1}'
         pytest.param(
             "return [[{",
             "return 7\n    return [[{",
-            "postprocess() returned 'int', expected results of each of 4 pictures, from case 'c00' on",
+            "postprocess() returned 'int', expected results of each of 4 pictures; correct the adapter; the "
+            "batch began with case 'c00'",
             id="no-list",
         ),
         pytest.param(
@@ -949,6 +950,42 @@ def test_a_card_names_the_categories_of_its_annotations(project: Path, names: di
 def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
     with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows, got 40"):
         check_network(make_detector(calibration_images="evalsets/squares"), project)
+
+
+def test_a_picture_that_was_saved_anew_is_not_calibrated_on(project: Path) -> None:
+    """One pixel less is another picture."""
+    shutil.copytree(project / "evalsets/squares", project / "evalsets/again")
+    for number, path in enumerate(sorted((project / "evalsets/again/images").iterdir())):
+        with Image.open(path) as picture:
+            pixels = np.array(picture)
+        pixels[0, 0, 0] ^= number > 2
+        Image.fromarray(pixels).save(path, compress_level=0)
+    seal(project / "evalsets/again")
+    with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows, got 3 of"):
+        check_network(make_detector(calibration_images="evalsets/again"), project)
+
+
+def test_pixels_are_decoded_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_network(make_detector(), project)
+    read: list[Path] = []
+    decode = same_pictures.read_picture
+    monkeypatch.setattr(same_pictures, "read_picture", lambda path, sha256: read.append(path) or decode(path, sha256))
+    check_network(make_detector(), project)
+    assert not read
+    (project / same_pictures.KEPT).write_text("{")
+    check_network(make_detector(), project)
+    monkeypatch.setattr(same_pictures, "_name_decoder", lambda: "another one")
+    check_network(make_detector(), project)
+    assert len(read) == 2 * 40
+
+
+def test_what_was_decoded_before_a_damaged_picture_is_kept(project: Path) -> None:
+    last = project / "evalsets/squares/images/39.png"
+    last.write_bytes(last.read_bytes()[:-40])
+    seal(project / "evalsets/squares")
+    with pytest.raises(EvalsetError, match=r"cases.jsonl:40: case 'c39': .*39.png: expected a picture"):
+        check_network(make_detector(), project)
+    assert len(json.loads((project / same_pictures.KEPT).read_text())) == 39
 
 
 def test_a_category_of_crowds_alone_has_no_bucket(project: Path) -> None:

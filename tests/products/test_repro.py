@@ -143,7 +143,7 @@ def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed
         verdict["outcome"] = "inconclusive"
     write_text(Path("reports/agent/verdict.json"), json.dumps(judgement))
     assert repro.repro([], 2) == 0
-    assert "agent: passed its gate before: awq-long-g32 (inconclusive, which does not block)" in capfd.readouterr().out
+    assert "agent: let through by its gate before: awq-long-g32 (inconclusive)" in capfd.readouterr().out
 
 
 @pytest.fixture

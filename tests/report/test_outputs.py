@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
+from pipeline.gate.wording import name_comparison
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import CanaryFlip, Verdict
 from pipeline.report.explain import cut_passages, explain_release, explain_verdict
@@ -155,7 +156,12 @@ def test_what_blocks_is_read_first(compared: ReleaseComparison, explanation: Exp
     sections = re.findall(r'<a href="#candidate-\d+">([^<]+)</a>', text)
     assert sections[0] == last and sections[1:] == [v.candidate for v in verdicts[:-1]]
     head = text[text.index("<header>") : text.index("</header>")]
-    assert "Blocked" in head and f"<li>{last}: " in head
+    [cause] = [reason.text for reason in judgement.verdicts[-1].reasons if reason.kind == ReasonKind.HEADLINE]
+    assert "Blocked" in head and f"<li>{last}: {cause}</li>" in head
+    plain = [reason for reason in verdicts[-1].reasons if reason.kind != ReasonKind.HEADLINE]
+    text = render_html(replace_verdict(blocked, last, reasons=tuple(plain)), explanation, {})
+    worst = next(c for c in verdicts[-1].comparisons if c.outcome == "fail")
+    assert f"<li>{last}: {name_comparison(worst)}: " in text
 
 
 def test_refused_candidates_and_none_explained_have_a_page(compared: ReleaseComparison) -> None:

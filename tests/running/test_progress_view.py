@@ -133,7 +133,7 @@ def test_what_processes_say_is_taken_up_and_the_file_is_gone_at_the_end(
             tell(Fact("gate@people"))
             view.tick()
             assert [step.name for step in phase.running] == ["gate@people"]
-            view.close_phase(has_failed=True)
+            view.close_phase("failed")
     assert FILE not in os.environ and not (tmp_path / "facts").exists()
     assert "failed: gate@people" in capsys.readouterr().err.splitlines()
 

@@ -196,7 +196,7 @@ def test_times_are_kept_of_steps_that_did_all_of_their_work(tmp_path: Path, cloc
     phase.take(Fact(STEPS[4], "choices", "cases", 400, 400))
     clock.now += 7
     for name in STEPS[:5]:
-        phase.end(name, has_failed=name == STEPS[3])
+        phase.end(name, "failed" if name == STEPS[3] else "done")
     last = open_times(tmp_path)
     assert [last.find(name) for name in STEPS[:4]] == [LastTime(7, 1, 0), None, None, None]
     assert last.find(STEPS[4]) == LastTime(7, 1, 400)
@@ -239,7 +239,7 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
     assert [step.name for step in phase.running] == ["compare@p"] and phase.running[0].number == 4
     assert (phase.num_done, phase.total) == (3, 5) and phase.predict() == Estimate(30, 1, 1)
     assert last.find("optimize@a") is None, "of a result that was taken over"
-    phase.close(has_failed=True)
+    phase.close("failed")
     assert list(format_summary([phase], 130, 7)) == [
         "what ran, in seconds (of CPU time):",
         "  project  env 1.0",

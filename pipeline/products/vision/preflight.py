@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import CASES_FILE
-from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind, name_others
+from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.gate.categories import MIN_CATEGORY_CLUSTERS
 from pipeline.products.vision.detection_settings import (
@@ -20,10 +19,11 @@ from pipeline.products.vision.detection_settings import (
     name_categories,
 )
 from pipeline.products.vision.files import read_config
+from pipeline.products.vision.same_pictures import check_apart, check_distinct
 from pipeline.products.vision.settings import PrecisionStep, QuantizeStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.records.digests import digest_file, digest_folder
 from pipeline.running.environment import Machine
-from pipeline.running.kept_digests import digest_pixels_once, digest_watched
+from pipeline.running.kept_digests import digest_watched
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.metrics import AREAS
 
@@ -59,15 +59,8 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         where, folder = product.locate("calibration_images"), root / product.calibration_images
         calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
         check_pictures(folder, calibration.cases)
-        _check_apart(
-            where,
-            _digest_pixels(folder, calibration, root),
-            {
-                name: _digest_pixels(root / product.evals[name].evalset, evalset, root)
-                for name, evalset in evalsets.items()
-            },
-            evalsets,
-        )
+        for name, evalset in evalsets.items():
+            check_apart(where, (folder, calibration), (root / product.evals[name].evalset, evalset), root)
         _check_enough(product, len(calibration.cases))
     for name, candidate in product.candidates.items():
         _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
@@ -207,7 +200,7 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
     folder = root / settings.evalset
     check_each_once(folder / CASES_FILE, evalset.cases)
     check_pictures(folder, evalset.cases)
-    _check_distinct_pictures(folder / CASES_FILE, evalset, _digest_pixels(folder, evalset, root))
+    check_distinct(folder, evalset.cases, root)
     if not isinstance(settings, DetectionEval):
         return
     if not any(case.annotations for case in evalset.cases):
@@ -275,43 +268,6 @@ def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
             f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
             "pipeline/products/vision/adapters.py"
         )
-
-
-def _digest_pixels(folder: Path, evalset: Evalset, root: Path) -> list[str]:
-    """Return of each case what its picture shows: one that was saved anew is the same."""
-    digests = digest_pixels_once({case.sha256: folder / case.image for case in evalset.cases}, root=root)
-    return [digests[case.sha256] for case in evalset.cases]
-
-
-def _check_distinct_pictures(path: Path, evalset: Evalset, shown: Sequence[str]) -> None:
-    seen: dict[str, int] = {}
-    for number, (case, digest) in enumerate(zip(evalset.cases, shown, strict=True), start=1):
-        if (first := seen.setdefault(digest, number)) != number:
-            raise EvalsetError(
-                f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
-                f"every picture may count once, however its file was saved: remove one{name_others(shown)}"
-            )
-
-
-def _check_apart(
-    where: str, calibrated: Sequence[str], shown: Mapping[str, Sequence[str]], evalsets: Mapping[str, Evalset]
-) -> None:
-    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is.
-
-    Args:
-        where: the setting.
-        calibrated: what each calibration picture shows.
-        shown: what each case's picture shows, by eval.
-        evalsets: by eval.
-    """
-    for name, evalset in evalsets.items():
-        pairs = zip(evalset.cases, shown[name], strict=True)
-        if shared := [case.id for case, digest in pairs if digest in set(calibrated)]:
-            raise SettingsError(
-                f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
-                f"{evalset.card.name!r}, {shared[0]!r} first; what is fitted to them looks better than "
-                "it is"
-            )
 
 
 def _check_enough(product: VisionProduct, num_pictures: int) -> None:

@@ -176,12 +176,12 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
         finite = find_finite(loaded.adapter, outputs, len(cases))
         results = _finish(network, outputs, finite)
     except EngineError as error:  # of code that sees a batch, and no cases
-        raise EngineError(f"{error}; it had the {len(cases)} pictures from case {cases[0].id!r} on") from None
+        raise EngineError(f"{error}; the batch began with case {cases[0].id!r}") from None
     if (num := _count(results)) != len(cases):
         came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
         raise EngineError(
             f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
-            f"{len(cases)} pictures, from case {cases[0].id!r} on; correct the adapter"
+            f"{len(cases)} pictures; correct the adapter; the batch began with case {cases[0].id!r}"
         )
     mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, cases, pixels)
     judged = []

@@ -1,0 +1,110 @@
+"""Refuse a picture that is there twice, however it was saved: as two cases, or to calibrate on and to be judged on.
+
+What counts are the pixels. A copy with other metadata or of another compression is no further case. The digests of
+pixels are kept in build/env/pixels.json by those of the files, which is safe to delete: to decode 5,000 photos takes
+most of a minute. Not covered: pictures that are nearly the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline.errors import EvalsetError, SettingsError
+from pipeline.evalsets.cards import Evalset
+from pipeline.evalsets.cases import CASES_FILE, DetectionCase, UpscalingCase
+from pipeline.evalsets.checks import name_others
+from pipeline.evalsets.pictures import read_picture
+from pipeline.records.digests import digest_bytes, digest_json
+from pipeline.records.files import write_text
+from pipeline.running.environment import count_cores
+from pipeline.settings.base import ENV
+
+KEPT = ENV / "pixels.json"
+
+
+def check_distinct(folder: Path, cases: Sequence[DetectionCase | UpscalingCase], root: Path) -> None:
+    """Refuse a picture that two cases show.
+
+    Args:
+        folder: of the evalset.
+        cases: all of it, in the order of the file.
+        root: of the project.
+
+    Raises:
+        EvalsetError: with file and line, the second of them; or a picture's pixels are damaged.
+    """
+    path, shown = folder / CASES_FILE, _digest_pixels(folder, cases, root)
+    seen: dict[str, int] = {}
+    for number, (case, digest) in enumerate(zip(cases, shown, strict=True), start=1):
+        if (first := seen.setdefault(digest, number)) != number:
+            raise EvalsetError(
+                f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
+                f"every picture may count once, however its file was saved: remove one{name_others(shown)}"
+            )
+
+
+def check_apart(where: str, calibration: tuple[Path, Evalset], judged: tuple[Path, Evalset], root: Path) -> None:
+    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is.
+
+    Args:
+        where: the setting of the calibration pictures.
+        calibration: folder and evalset.
+        judged: folder and evalset of an eval.
+        root: of the project.
+
+    Raises:
+        SettingsError: both show a picture.
+        EvalsetError: a picture's pixels are damaged.
+    """
+    fitted = set(_digest_pixels(calibration[0], calibration[1].cases, root))
+    cases = judged[1].cases
+    pairs = zip(cases, _digest_pixels(judged[0], cases, root), strict=True)
+    if shared := [case.id for case, digest in pairs if digest in fitted]:
+        raise SettingsError(
+            f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
+            f"{judged[1].card.name!r}, {shared[0]!r} first; what is fitted to them looks better than it is"
+        )
+
+
+def _digest_pixels(folder: Path, cases: Sequence[DetectionCase | UpscalingCase], root: Path) -> list[str]:
+    """Return a digest of what each case shows, equal where all pixels are."""
+    decoder = _name_decoder()
+    keys = [f"{case.sha256} {decoder}" for case in cases]
+    kept = _read_kept(root / KEPT)
+    missing = {key: number for number, key in enumerate(keys) if key not in kept}
+    try:
+        with ThreadPoolExecutor(count_cores()) as pool:
+            kept.update(zip(missing, pool.map(lambda i: _digest(folder, i, cases[i]), missing.values()), strict=True))
+    finally:  # what was decoded before a damaged one is not decoded again
+        if missing:
+            own = {key: digest for key, digest in kept.items() if key.endswith(decoder)}
+            write_text(root / KEPT, json.dumps(own, indent=0))
+    return [kept[key] for key in keys]
+
+
+def _digest(folder: Path, number: int, case: DetectionCase | UpscalingCase) -> str:
+    try:
+        pixels = read_picture(folder / case.image, case.sha256)
+    except EvalsetError as error:
+        raise EvalsetError(f"{folder / CASES_FILE}:{number + 1}: case {case.id!r}: {error}") from None
+    return digest_json([pixels.shape, digest_bytes(pixels.tobytes())])
+
+
+def _name_decoder() -> str:
+    """Return what turns files into pixels: another one may round otherwise."""
+    import PIL
+    from PIL import features
+
+    return f"Pillow {PIL.__version__} {features.version('jpg')}"
+
+
+def _read_kept(path: Path) -> dict[str, str]:
+    """Return what is kept; nothing where it is damaged."""
+    try:
+        held = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {key: digest for key, digest in held.items() if isinstance(digest, str)} if isinstance(held, dict) else {}
