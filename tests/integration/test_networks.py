@@ -969,7 +969,12 @@ def test_pixels_are_decoded_once(project: Path, monkeypatch: pytest.MonkeyPatch)
     check_network(make_detector(), project)
     read: list[Path] = []
     decode = same_pictures.read_picture
-    monkeypatch.setattr(same_pictures, "read_picture", lambda path, sha256: read.append(path) or decode(path, sha256))
+
+    def count(path: Path, sha256: str) -> Any:
+        read.append(path)
+        return decode(path, sha256)
+
+    monkeypatch.setattr(same_pictures, "read_picture", count)
     check_network(make_detector(), project)
     assert not read
     (project / same_pictures.KEPT).write_text("{")
