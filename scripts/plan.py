@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     for name, product in products.items():
         with use_metrics(product.metrics):
             rows = plan_product(product, load_evalsets(product, Path(), with_tasks=True), Path())
-            impossible += list_impossible([row for row in rows if row.is_needed])
+            impossible += list_impossible([row for row in rows if row.is_needed and row.is_sure])
             print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
         try:
             if costs := KINDS[product.kind].render_costs(product, Path(), machine, build=product.build):

@@ -275,13 +275,20 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
             f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
-    guesses = CaseTable.of(records).expect_guesses(m.bucket) if definition.is_choice else 0.0
+    guesses = _expect_guesses(definition, records, m.bucket)
     if m.tolerance is not None and guesses and m.reference <= guesses + m.tolerance:
         raise EvidenceError(
             f"{name_metric(m.metric, m.bucket)}: the reference is right in {round(m.reference * m.n):,} of "
             f"{m.n:,} cases and guessing in {round(guesses * m.n):,}, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
+
+
+def _expect_guesses(definition: MetricDefinition, records: Sequence[CaseRecord], bucket: str | None) -> float:
+    """Return the share of cases that guessing gets right; 0 where nobody chooses, or what is counted are errors."""
+    if not definition.is_choice or definition.better == "lower":
+        return 0.0
+    return CaseTable.of(records).expect_guesses(bucket)
 
 
 def describe_large_tolerance(
@@ -295,8 +302,7 @@ def describe_large_tolerance(
     m = measurement
     if m.tolerance is None or definition.estimator != "proportion":
         return None
-    is_choice = definition.is_choice and definition.better == "higher"
-    guesses = CaseTable.of(records).expect_guesses(m.bucket) if is_choice else 0.0
+    guesses = _expect_guesses(definition, records, m.bucket)
     known = (m.reference if definition.better == "higher" else 1 - m.reference) - guesses
     if not 0 < known <= 0.5 or m.tolerance <= _LARGE_SHARE * known:
         return None

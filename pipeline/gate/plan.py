@@ -112,7 +112,8 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
                 row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
                 # cases that nobody has counted may be more by now
-                rows.append(replace(row, is_needed=must, problem=row.problem if sizes else ""))
+                problem, is_sure = row.problem if sizes else "", row.is_sure and bucket in sizes
+                rows.append(replace(row, is_needed=must, problem=problem, is_sure=is_sure))
     return rows
 
 
@@ -153,37 +154,23 @@ def _plan_row(
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
     # without a run, cases of a cluster are taken to flip together
-    worst = size.n / size.effective_clusters
-    deff = seen.design_effect if seen else worst
-    least = _bound(0.0, deff, size, 1.0, alpha)
-    is_sure = seen is None or _bound(0.0, worst, size, 1.0, alpha) > tolerance
+    alike = size.n / size.effective_clusters
+    deff = seen.design_effect if seen else alike
+    least = _bound(0.0, alike, size, 1.0, alpha)  # without a flip nothing shows how cases hang together
     needed = _count_needed(flips, deff, size, tolerance, alpha)
     problem = (
         ""
         if least <= tolerance
         else (
-            f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it "
-            f"{'whatever the candidate' if is_sure else f'as they hung together in the {source}'}: without a single "
-            f"flip the loss may be {format_harm(metric, least)}"
+            f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the "
+            f"candidate: without a single flip the loss may be {format_harm(metric, least)}"
             + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";")
             + " widen the tolerance"
         )
     )
     provable, power = _bound(flips, deff, size, 1.0, alpha), _find_power(flips, deff, size, tolerance, alpha)
     return PlanRow(
-        metric,
-        bucket,
-        tolerance,
-        size.n,
-        flips,
-        source,
-        least,
-        provable,
-        needed,
-        minutes,
-        problem,
-        power=power,
-        is_sure=is_sure,
+        metric, bucket, tolerance, size.n, flips, source, least, provable, needed, minutes, problem, power=power
     )
 
 
@@ -335,9 +322,8 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     """Write the plan as a table for a terminal."""
     head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
-    labels = {(True, True): "impossible", (False, True): "impossible, and stops no release"}
     problems = [
-        f"{labels.get((row.is_needed, row.is_sure), 'unlikely')}: {problem}"
+        f"{'impossible' if row.is_sure else 'unlikely'}{'' if row.is_needed else ', and stops no release'}: {problem}"
         for row in rows
         for problem in list_impossible([row])
     ]

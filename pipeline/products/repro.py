@@ -83,7 +83,7 @@ def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) ->
 def _read_outcomes(product: Product) -> dict[str, str]:
     """Return the verdicts of the candidates that ship: one may be let through without a pass.
 
-    A file that can't be read takes nothing back: that the gate let them through, DVC has said.
+    That the gate let them through, DVC has said: where no file tells how, nothing is added.
     """
     found: dict[str, str] = {}
     with contextlib.suppress(EvidenceError):

@@ -110,9 +110,10 @@ def _check_options(kind: str, options: Mapping[str, str]) -> None:
 
 def _name_from_root(path: str, root: Path) -> str:
     """Return a path in the project as params.yaml names it, which is true in every clone."""
-    for home in (root.resolve(), Path(os.path.abspath(root))):  # a shell may name it through a link
-        if Path(path).is_relative_to(home):
-            return Path(path).relative_to(home).as_posix()
+    place = Path(path)
+    for parent in place.parents if place.is_absolute() else ():
+        if parent.resolve() == root.resolve():  # also where a link leads to it, and not where one leads out of it
+            return place.relative_to(parent).as_posix()
     return path
 
 

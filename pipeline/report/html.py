@@ -35,13 +35,6 @@ from pipeline.report.explanation_records import Explanation, describe_place
 from pipeline.report.sections import Figure
 from pipeline.report.unproven import list_unproven
 
-_CAUSES = (
-    ReasonKind.REFUSED,
-    ReasonKind.FAILED,
-    ReasonKind.HEADLINE,
-    ReasonKind.UNPROVEN,
-    ReasonKind.NO_GAIN,
-)  # of which the first is shown
 _TEMPLATE = Path(__file__).with_name("page.jinja")
 _LEFT, _RIGHT = -2.0, 4.0  # drawn of an interval, in units of the tolerance
 _WIDTH, _MARGIN = 240.0, 8.0  # of its picture, in its own units
@@ -133,10 +126,24 @@ def _describe(judgement: Judgement, candidate: str, explanation: Explanation) ->
 
 
 def _find_cause(verdict: Verdict, policy: Policy) -> str:
-    """Return what a reader needs first of a verdict that blocks: what an average hides, or else what stops it."""
-    said = {reason.kind: reason.text for reason in reversed(verdict.reasons)}
-    stops = (f"{name_comparison(c)}: {c.sentence}" for c in verdict.comparisons if is_stopping(c, policy))
-    return next((said[kind] for kind in _CAUSES if kind in said), next(stops, verdict.outcome))
+    """Return what a reader needs first of a verdict that blocks: the worst of what stops it, and why."""
+    said = {reason.kind: str(reason) for reason in reversed(verdict.reasons)}
+    stops = {
+        c.outcome: f"{c.outcome}: {name_comparison(c)}: {c.sentence}"
+        for c in reversed(verdict.comparisons)
+        if is_stopping(c, policy)
+    }
+    lost = said.get(ReasonKind.HEADLINE, stops["fail"]) if "fail" in stops else None
+    is_strict = policy.on_inconclusive == "block"
+    causes = (
+        said.get(ReasonKind.REFUSED),
+        said.get(ReasonKind.FAILED),
+        lost,
+        said.get(ReasonKind.UNPROVEN) if is_strict else None,
+        said.get(ReasonKind.NO_GAIN),
+        next(iter(stops.values()), None),
+    )
+    return next((cause for cause in causes if cause), verdict.outcome)
 
 
 def _row(c: Comparison) -> dict[str, Any]:

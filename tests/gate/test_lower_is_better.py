@@ -68,7 +68,10 @@ def test_nobody_guesses_where_less_is_better() -> None:
     pairs = pair(bad, bad)
     records = [record.model_copy(update={"num_choices": 4}) for record in pairs.reference]
     m = measure_metric(pairs, choice, None, eval_name="shots", tolerance=0.03, alpha=0.05)
+    check_loss_can_show(m, choice, records)
     told = describe_large_tolerance(m, choice, records)
+    few = measure_metric(pair([0], [0]), choice, None, eval_name="shots", tolerance=0.03, alpha=0.05)
+    check_loss_can_show(few, choice, records)  # one bad of 200 was taken for one right
     assert told is not None and "right in 50 of 200 cases; the tolerance of 3 points lets 12 % of these" in told
 
 

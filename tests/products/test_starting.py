@@ -125,6 +125,15 @@ def test_a_mixture_of_experts_is_started_as_it_is(project: Path, monkeypatch: py
     assert "# not quantised: " in Path("params.yaml").read_text()
 
 
+def test_a_link_to_the_project_leads_into_it(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(project)
+    monkeypatch.chdir(link)
+    said = init_product("bot", "text", f"{link}/models/agent", {}, root=Path())
+    assert not any("outside" in line for line in said)
+    assert load_params().products["bot"].candidates["bot"].checkpoint == "models/agent"
+
+
 def test_a_path_outside_of_the_project_is_warned_of(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     said = init_product("bot", "text", str(ROOT / "models/agent"), {}, root=Path())

@@ -161,7 +161,7 @@ def test_what_blocks_is_read_first(compared: ReleaseComparison, explanation: Exp
     plain = [reason for reason in verdicts[-1].reasons if reason.kind != ReasonKind.HEADLINE]
     text = render_html(replace_verdict(blocked, last, reasons=tuple(plain)), explanation, {})
     worst = next(c for c in verdicts[-1].comparisons if c.outcome == "fail")
-    assert f"<li>{last}: {name_comparison(worst)}: " in text
+    assert f"<li>{last}: fail: {name_comparison(worst)}: " in text
 
 
 def test_refused_candidates_and_none_explained_have_a_page(compared: ReleaseComparison) -> None:

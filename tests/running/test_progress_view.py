@@ -23,6 +23,7 @@ from pipeline.running.last_times import LastTime, LastTimes
 from pipeline.running.progress import FILE, Fact, tell
 from pipeline.running.progress_view import View, format_estimate
 from pipeline.running.run_state import Estimate, Phase
+from pipeline.running.run_summary import format_summary
 from tests.paths import ROOT
 from tests.running.test_progress import Clock
 
@@ -202,6 +203,18 @@ def test_however_it_ends_the_cursor_is_back_and_no_bar_is_left(tmp_path: Path, n
     assert ended in (code, -number), shown
     after = shown[shown.rindex("\x1b[?25h") :]
     assert "\x1b[?25l" not in after and "━" not in after
+
+
+def test_what_was_interrupted_has_not_failed(tmp_path: Path, clock: Clock) -> None:
+    view, _ = open_view(tmp_path, clock)
+    phase = view.plan("dvc repro", ["env"], is_serial=True)
+    with pytest.raises(KeyboardInterrupt), view.open_phase(phase):
+        view.begin("env")
+        clock.now += 2
+        raise KeyboardInterrupt
+    assert phase.steps["env"].outcome == "interrupted" and not list(phase.running)
+    assert not [line for line in format_summary([phase], 2, 0) if "failed" in line]
+    assert view._last.find("env") is None, "half a step would make the next estimate half of what it takes"
 
 
 def test_the_last_times_of_all_phases_are_kept_beside_the_facts(tmp_path: Path, clock: Clock) -> None:

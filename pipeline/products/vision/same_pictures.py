@@ -1,12 +1,13 @@
 """Refuse a picture that is there twice, however it was saved: as two cases, or to calibrate on and to be judged on.
 
 What counts are the pixels. A copy with other metadata or of another compression is no further case. The digests of
-pixels are kept in build/env/pixels.json by those of the files, which is safe to delete: to decode 5,000 photos takes
-most of a minute. Not covered: pictures that are nearly the same.
+pixels are kept in build/env/pixels.json by those of the files: to decode 5,000 photos takes most of a minute. The file
+grows with each new picture, and is safe to delete. Not covered: pictures that are nearly the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from pipeline.running.environment import count_cores
 from pipeline.settings.base import ENV
 
 KEPT = ENV / "pixels.json"
+_DECODERS = ("libjpeg_turbo", "jpg", "jpg_2000", "webp", "libtiff", "avif")  # whose pixels may differ by a release
 
 
 def check_distinct(folder: Path, cases: Sequence[DetectionCase | UpscalingCase], root: Path) -> None:
@@ -79,9 +81,10 @@ def _digest_pixels(folder: Path, cases: Sequence[DetectionCase | UpscalingCase],
         with ThreadPoolExecutor(count_cores()) as pool:
             kept.update(zip(missing, pool.map(lambda i: _digest(folder, i, cases[i]), missing.values()), strict=True))
     finally:  # what was decoded before a damaged one is not decoded again
+        own = {key: digest for key, digest in kept.items() if key.endswith(decoder)}
         if missing:
-            own = {key: digest for key, digest in kept.items() if key.endswith(decoder)}
-            write_text(root / KEPT, json.dumps(own, indent=0))
+            with contextlib.suppress(OSError):
+                write_text(root / KEPT, json.dumps(own, indent=0))
     return [kept[key] for key in keys]
 
 
@@ -98,7 +101,8 @@ def _name_decoder() -> str:
     import PIL
     from PIL import features
 
-    return f"Pillow {PIL.__version__} {features.version('jpg')}"
+    versions = {library: features.version(library) for library in _DECODERS}
+    return f"Pillow {PIL.__version__} {' '.join(f'{library} {version}' for library, version in versions.items())}"
 
 
 def _read_kept(path: Path) -> dict[str, str]:
