@@ -153,9 +153,8 @@ def _plan_row(
         return _plan_spread(metric, bucket, tolerance, definition, size, seen, minutes, source, alpha)
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
-    # without a run, cases of a cluster are taken to flip together
     alike = size.n / size.effective_clusters
-    deff = seen.design_effect if seen else alike
+    deff = seen.design_effect if seen else alike  # without a run, cases of a cluster are taken to flip together
     least = _bound(0.0, alike, size, 1.0, alpha)  # without a flip nothing shows how cases hang together
     needed = _count_needed(flips, deff, size, tolerance, alpha)
     problem = (

@@ -45,7 +45,7 @@ def digest_once(
         ignore: file names that do not count.
         clock_ns: what time it is, in nanoseconds.
     """
-    kept = _read_kept(root / KEPT)
+    kept = _read_stamped(root / KEPT)
     paths = {name: path.resolve() for name, path in list_files(folder, ignore=ignore).items()}
     stamps = {name: _stamp(path) for name, path in paths.items()}  # ahead of the reading, as it may change meanwhile
     entries = {name: kept.get(str(path)) for name, path in paths.items()}
@@ -76,7 +76,7 @@ def digest_code_once(
     files = [path for name in stage_code.PACKAGES for path in (stage_code.ROOT / name).rglob("*") if path.is_file()]
     stamps = {str(path): _stamp(path) for path in files if path.suffix != ".pyc"}
     grounds = digest_json(stamps)
-    kept = _read_json(root / KEPT_CODE)
+    kept = read_kept(root / KEPT_CODE)
     names = {pair: " ".join((grounds, *pair)) for pair in wanted}
     digests = {pair: str(kept.get(name) or stage_code.digest_code(*pair)) for pair, name in names.items()}
     settled_ns = clock_ns() - _TICK_NS
@@ -90,15 +90,15 @@ def _stamp(path: Path) -> Stamp:
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _read_kept(path: Path) -> dict[str, tuple[Stamp, str]]:
+def _read_stamped(path: Path) -> dict[str, tuple[Stamp, str]]:
     """Return what is kept, by path; a file that is damaged holds nothing."""
     try:
-        return {name: (list(stamp), str(digest)) for name, (stamp, digest) in _read_json(path).items()}
+        return {name: (list(stamp), str(digest)) for name, (stamp, digest) in read_kept(path).items()}
     except (ValueError, TypeError):
         return {}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_kept(path: Path) -> dict[str, Any]:
     """Return what a file holds; nothing where it is damaged."""
     try:
         held = json.loads(path.read_bytes())

@@ -59,8 +59,8 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         where, folder = product.locate("calibration_images"), root / product.calibration_images
         calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
         check_pictures(folder, calibration.cases)
-        for name, evalset in evalsets.items():
-            check_apart(where, (folder, calibration), (root / product.evals[name].evalset, evalset), root)
+        judged = {root / product.evals[name].evalset: evalset for name, evalset in evalsets.items()}
+        check_apart(where, folder, calibration, judged, root)
         _check_enough(product, len(calibration.cases))
     for name, candidate in product.candidates.items():
         _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pipeline.evalsets.pictures import read_picture
 from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.files import write_text
 from pipeline.running.environment import count_cores
+from pipeline.running.kept_digests import read_kept
 from pipeline.settings.base import ENV
 
 KEPT = ENV / "pixels.json"
@@ -48,41 +49,42 @@ def check_distinct(folder: Path, cases: Sequence[DetectionCase | UpscalingCase],
             )
 
 
-def check_apart(where: str, calibration: tuple[Path, Evalset], judged: tuple[Path, Evalset], root: Path) -> None:
+def check_apart(where: str, folder: Path, calibration: Evalset, judged: Mapping[Path, Evalset], root: Path) -> None:
     """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is.
 
     Args:
         where: the setting of the calibration pictures.
-        calibration: folder and evalset.
-        judged: folder and evalset of an eval.
+        folder: of them.
+        calibration: their evalset.
+        judged: the evals' evalsets, by folder.
         root: of the project.
 
     Raises:
         SettingsError: both show a picture.
         EvalsetError: a picture's pixels are damaged.
     """
-    fitted = set(_digest_pixels(calibration[0], calibration[1].cases, root))
-    cases = judged[1].cases
-    pairs = zip(cases, _digest_pixels(judged[0], cases, root), strict=True)
-    if shared := [case.id for case, digest in pairs if digest in fitted]:
-        raise SettingsError(
-            f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
-            f"{judged[1].card.name!r}, {shared[0]!r} first; what is fitted to them looks better than it is"
-        )
+    fitted = set(_digest_pixels(folder, calibration.cases, root))
+    for home, evalset in judged.items():
+        pairs = zip(evalset.cases, _digest_pixels(home, evalset.cases, root), strict=True)
+        if shared := [case.id for case, digest in pairs if digest in fitted]:
+            raise SettingsError(
+                f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
+                f"{evalset.card.name!r}, {shared[0]!r} first; what is fitted to them looks better than it is"
+            )
 
 
 def _digest_pixels(folder: Path, cases: Sequence[DetectionCase | UpscalingCase], root: Path) -> list[str]:
     """Return a digest of what each case shows, equal where all pixels are."""
     decoder = _name_decoder()
     keys = [f"{case.sha256} {decoder}" for case in cases]
-    kept = _read_kept(root / KEPT)
+    kept = {key: digest for key, digest in read_kept(root / KEPT).items() if isinstance(digest, str)}
     missing = {key: number for number, key in enumerate(keys) if key not in kept}
     try:
         with ThreadPoolExecutor(count_cores()) as pool:
             kept.update(zip(missing, pool.map(lambda i: _digest(folder, i, cases[i]), missing.values()), strict=True))
     finally:  # what was decoded before a damaged one is not decoded again
-        own = {key: digest for key, digest in kept.items() if key.endswith(decoder)}
         if missing:
+            own = {key: digest for key, digest in kept.items() if key.endswith(decoder)}
             with contextlib.suppress(OSError):
                 write_text(root / KEPT, json.dumps(own, indent=0))
     return [kept[key] for key in keys]
@@ -103,12 +105,3 @@ def _name_decoder() -> str:
 
     versions = {library: features.version(library) for library in _DECODERS}
     return f"Pillow {PIL.__version__} {' '.join(f'{library} {version}' for library, version in versions.items())}"
-
-
-def _read_kept(path: Path) -> dict[str, str]:
-    """Return what is kept; nothing where it is damaged."""
-    try:
-        held = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {key: digest for key, digest in held.items() if isinstance(digest, str)} if isinstance(held, dict) else {}
