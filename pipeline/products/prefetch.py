@@ -244,7 +244,7 @@ class _Workshop:
         self._view.begin(order.step)
         code = self._find(order.product.kind).run(order.candidate, carry_out, order)
         how: Ending = "interrupted" if code == INTERRUPTED else "failed" if code else "done"
-        said = "interrupted; what finished is kept" if how == "interrupted" else how
+        said: str = "interrupted; what finished is kept" if how == "interrupted" else how
         if code < 0:
             said = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
         seconds = time.monotonic() - start
