@@ -8,8 +8,8 @@ inputs (`pipeline/running/prefetched.py`). A `dvc repro` afterwards takes them o
 The workers or servers of a candidate are its product's, divided by the number of candidates at work. Where one is left,
 the step's own process does the work. Of several GPUs each candidate is evaluated on its share.
 
-Not covered: benchmark and judgement, which need all candidates. With `execution.kind: ray` a step is sent to the
-cluster, as its stage does.
+Benchmark and judgement need all candidates of a product: whoever calls `make_ahead` may judge one as soon as these are
+made (`judging.py`). With `execution.kind: ray` a step is sent to the cluster, as its stage does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -52,7 +54,7 @@ from pipeline.settings.execution import RayExecution
 Ask = Callable[[str], Plan]
 STAGES = ("optimize", "evaluate")
 ENV_STAGE = "env"  # runs every time
-_TURNS = ENV / "turns"
+TURNS = ENV / "turns"  # where steps that work side by side take turns
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
 
 
@@ -146,8 +148,24 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
             yield view, candidates, Share(params, watched, num_jobs, list_own_gpus())
 
 
-def make_ahead(view: View, candidates: Mapping[str, Product], share: Share) -> None:
+class Judge(Protocol):
+    """Who judges a product as soon as all of its candidates are made, while others are worked on."""
+
+    def list_steps(self, product: Product) -> list[str]:
+        """Return the names of the steps that this takes; none: the product is not judged yet."""
+
+    def judge(self, product: Product, gpus: str | None) -> None:
+        """Do it, on the GPUs that CUDA_VISIBLE_DEVICES would name; None: all of this process."""
+
+
+def make_ahead(view: View, candidates: Mapping[str, Product], share: Share, judge: Judge | None = None) -> None:
     """Make and evaluate candidates where DVC would.
+
+    Args:
+        view: of the run.
+        candidates: each with its product.
+        share: of the machine.
+        judge: of products whose candidates are all made; None: nobody.
 
     Raises:
         QuantgateError: candidates failed; what the others made is kept.
@@ -155,7 +173,7 @@ def make_ahead(view: View, candidates: Mapping[str, Product], share: Share) -> N
     # threads of one step that wait for each other by spinning take the cores from the other steps: CPU time halves
     os.environ.setdefault(_WAITING, "passive")
     with open_project() as ask, _Workshop(view) as workshop:
-        failed = _make_all(ask, workshop, candidates, share, view)
+        failed = _make_all(ask, workshop, candidates, share, view, judge)
     if failed:
         raise QuantgateError(f"{', '.join(failed)}: failed, as said above; what finished is kept")
 
@@ -259,15 +277,24 @@ class _Workshop:
             return self._processes[kind]
 
 
-def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], share: Share, view: View) -> list[str]:
-    """Work on the candidates that are out of date, so many at once; return those that failed."""
+def _make_all(
+    ask: Ask,
+    workshop: _Workshop,
+    candidates: Mapping[str, Product],
+    share: Share,
+    view: View,
+    judge: Judge | None,
+) -> list[str]:
+    """Work on the candidates that are out of date, so many at once, and judge; return those that failed."""
     first = {name: stage for name in _order(candidates) if (stage := _find_first_stage(ask, name)) is not None}
     if first and isinstance(share.params.execution, RayExecution):
         _check_cluster()
     share = replace(share, num_jobs=min(share.num_jobs, max(1, len(first))))
     view.say(f"prefetch: {len(first)} of {len(candidates)} candidates to make, {share.num_jobs} at a time")
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
-    phase = view.plan("candidates", sum(planned.values(), []), num_jobs=share.num_jobs)
+    rest = _Rest(candidates[name] for name in first)
+    judged = [step for product in rest.products for step in (judge.list_steps(product) if judge else ())]
+    phase = view.plan("candidates", [*sum(planned.values(), []), *judged], num_jobs=share.num_jobs)
     if num_rest := len(candidates) - len(first):
         phase.reused.append(f"{num_rest} of {len(candidates)} candidates, as they were or by DVC's cache")
     places: SimpleQueue[int] = SimpleQueue()
@@ -275,9 +302,13 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
         places.put(place)
 
     def make(name: str) -> bool:
-        place = places.get()
+        place, product = places.get(), candidates[name]
+        order = share.give(name, product, place)
         try:
-            return _make_candidate(ask, workshop, first[name], share.give(name, candidates[name], place))
+            is_made = _make_candidate(ask, workshop, first[name], order)
+            if judge and is_made and rest.is_last(product):
+                judge.judge(product, order.gpus)
+            return is_made
         except EvidenceError as error:  # DVC can't say
             view.say(f"{name}: {format_line(str(error))}")
             return False
@@ -289,6 +320,28 @@ def _make_all(ask: Ask, workshop: _Workshop, candidates: Mapping[str, Product], 
     with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
         is_made = list(pool.map(make, first))
     return [name for name, made in zip(first, is_made, strict=True) if not made]
+
+
+class _Rest:
+    """Counts the candidates of each product that are still to be made; several threads may ask."""
+
+    def __init__(self, owners: Iterable[Product]) -> None:
+        """Count them.
+
+        Args:
+            owners: the product of each candidate.
+        """
+        self._lock, self._num, self.products = threading.Lock(), Counter[str](), list[Product]()
+        for product in owners:
+            if not self._num[product.name]:
+                self.products.append(product)
+            self._num[product.name] += 1
+
+    def is_last(self, product: Product) -> bool:
+        """Take one of a product as made, and say whether it was the last."""
+        with self._lock:
+            self._num[product.name] -= 1
+            return not self._num[product.name]
 
 
 def _order(candidates: Mapping[str, Product]) -> list[str]:
@@ -344,7 +397,7 @@ def carry_out(order: Order) -> None:
 
 
 def _carry_out(order: Order) -> None:
-    work_here(_TURNS)
+    work_here(TURNS)
     work = Work(order.stage, order.candidate, order.product)
     inputs = _digest_inputs(order, work)
     with lock_candidate(order.product.build, order.candidate):

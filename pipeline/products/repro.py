@@ -1,16 +1,16 @@
 """Run every stage that is out of date under one view: the command `quantgate repro`.
 
-Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, all at once: else it
-would start a process for each, to take over what is there. Then `dvc repro` judges, and makes what could not be noted.
-It runs as a process of its own. What it prints is passed on and not read: which stages are out of date, DVC's API says
-ahead, and each stage says itself that it begins. Where none is, DVC is not run. The verdicts come last.
+Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, those of a product at
+once: else it would start a process for each, to take over what is there. Products are judged as soon as theirs are made
+(`judging.py`). Then `dvc repro` judges the others, and makes what could not be noted. It runs as a process of its own.
+What it prints is passed on and not read: which stages are out of date, DVC's API says ahead, and each stage says itself
+that it begins. Where none is, DVC is not run. The verdicts come last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,14 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
 from pipeline.products.inputs import WARNED
+from pipeline.products.judging import EarlyJudge, describe_pass, note_made
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import ENV_STAGE, STAGES, make_ahead, open_run
 from pipeline.records.record_files import read_record
-from pipeline.report import PAGE
 from pipeline.report.terminal import render_gate
-from pipeline.running.prefetched import Work, digest_inputs_now, put_back
 from pipeline.running.progress_view import View, end_on_sigterm
-from pipeline.running.run_state import Phase
-from pipeline.running.staleness import list_due, note_runs
+from pipeline.running.run_state import Phase, Step
+from pipeline.running.staleness import list_due
 from pipeline.settings.base import Product
 
 
@@ -41,55 +40,69 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
     Raises:
         SettingsError: params.yaml is wrong, or a name is not in it.
         JournalError: another run works here.
-        QuantgateError: candidates failed, or stage `env`; nothing is judged then.
+        QuantgateError: candidates failed, or stage `env`; nothing more is judged then.
     """
     params = load_params()
     products = [get_product(params, name, kind=Product) for name in names or params.products]
     targets = [f"release@{product.name}" for product in products] if names else []
     with open_run(names, num_jobs) as (view, candidates, share):
         due = list_due(targets)
+        judge = EarlyJudge(view, due)
         ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
-        phase = view.plan("dvc repro", [name for name in due if name not in ahead], is_serial=True)
+        early = {step for product in candidates.values() for step in judge.list_steps(product)} if ahead else set()
+        rest = [name for name in due if name not in ahead]
         if ahead:
-            view.later = phase.predict()
-            make_ahead(view, candidates, share)
-            _note(ahead, candidates)
+            view.later = view.plan("dvc repro", [name for name in rest if name not in early], is_serial=True).predict()
+            with end_on_sigterm(view, judge.end):
+                make_ahead(view, candidates, share, judge)
+            note_made(ahead, candidates)
         if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
-            code = 0
+            code, steps = 0, dict[str, Step]()
         else:
-            code = _run_dvc(view, phase, targets)
-    for line in _conclude(phase, products, has_failed=code != 0):
+            code, steps = _judge_rest(view, rest, products, targets, judge)
+    for line in _conclude(steps, products, judge, has_failed=code != 0):
         print(line, flush=True)
     return code
 
 
-def _conclude(phase: Phase, products: Sequence[Product], *, has_failed: bool) -> Iterator[str]:
-    """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands."""
-    stopped = ""
-    for product in products:
-        step, report = phase.steps.get(f"gate@{product.name}"), product.reports / REPORT_FILE
-        if step and step.outcome == "failed":
-            stopped = f"{product.name}: stopped by its gate{_render_verdict(product) or f', as said above ({report})'}"
-        elif step or not has_failed:  # else it was not reached, perhaps
-            when, outcomes = "" if step else " before", _read_outcomes(product)
-            ships = ", ".join(name if said == "pass" else f"{name} ({said})" for name, said in outcomes.items())
-            how = "passed" if set(outcomes.values()) == {"pass"} else "let through by"
-            yield f"{product.name}: {how} its gate{when}: {ships} ({report}, {product.build / PAGE})"
-    if stopped:  # DVC goes on to no other gate
-        yield stopped
+def _judge_rest(
+    view: View, rest: Sequence[str], products: Sequence[Product], targets: Sequence[str], judge: EarlyJudge
+) -> tuple[int, dict[str, Step]]:
+    """Run `dvc repro`, which ends at the first gate that fails: after all others, where that is known already.
 
-
-def _read_outcomes(product: Product) -> dict[str, str]:
-    """Return the verdicts of the candidates that ship: one may be let through without a pass.
-
-    That the gate let them through, DVC has said: where no file tells how, nothing is added.
+    Returns:
+        Its exit code, and the steps that ran.
     """
-    found: dict[str, str] = {}
-    with contextlib.suppress(EvidenceError):
-        judgement = read_record(product.reports / VERDICT_FILE, Judgement)
-        found = {verdict.candidate: verdict.outcome for verdict in judgement.verdicts}
-    return {name: found.get(name, "pass") for name in product.release}
+    others = [f"release@{product.name}" for product in products if product not in judge.failed]
+    runs = [others, targets] if judge.failed and others else [targets]
+    failed, passed = ([product.name for product in some] for some in (judge.failed, judge.passed))
+    code, steps = 0, dict[str, Step]()
+    for number, wanted in enumerate(runs, 1):
+        left = [name for name in rest if name not in steps and name.partition("@")[2] not in passed]
+        if number < len(runs):
+            left = [name for name in left if name.partition("@")[2] not in failed]
+        phase = view.plan("dvc repro", left, is_serial=True)
+        code = _run_dvc(view, phase, wanted) or code
+        steps |= phase.steps
+    return code, steps
+
+
+def _conclude(
+    steps: Mapping[str, Step], products: Sequence[Product], judge: EarlyJudge, *, has_failed: bool
+) -> Iterator[str]:
+    """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands."""
+    stopped = []
+    for product in products:
+        step, report = steps.get(f"gate@{product.name}"), product.reports / REPORT_FILE
+        if step and step.outcome == "failed":
+            said = _render_verdict(product) or f", as said above ({report})"
+            stopped.append(f"{product.name}: stopped by its gate{said}")
+        elif step or product in judge.passed:
+            yield describe_pass(product)
+        elif not has_failed:  # else it was not reached, perhaps
+            yield describe_pass(product, " before")
+    yield from stopped
 
 
 def _render_verdict(product: Product) -> str:
@@ -99,24 +112,6 @@ def _render_verdict(product: Product) -> str:
         if blocking_verdicts(judgement):
             return f"\n\n{render_gate(judgement)}"
     return ""
-
-
-def _note(names: Sequence[str], candidates: Mapping[str, Product]) -> None:
-    """Have DVC note stages whose results were made ahead and lie in place; the others it runs itself.
-
-    Raises:
-        EvidenceError: DVC can't; what was made is still kept for its stages.
-    """
-    works = {}
-    for name in names:
-        stage, _, candidate = name.partition("@")
-        work = Work(stage, candidate, candidates[candidate])
-        if put_back(work, digest_inputs_now(work)):
-            works[name] = work
-    note_runs(works)
-    for work in works.values():  # no stage will take it over
-        work.seal.unlink()
-        shutil.rmtree(work.folder, ignore_errors=True)
 
 
 def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:

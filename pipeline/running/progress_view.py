@@ -159,6 +159,12 @@ class View:
         with self._lock:
             self._phases[-1].end(name, how)
 
+    def finish(self, owner: str, how: Ending = "done") -> None:
+        """Say that a candidate or product of the phase needs no more work."""
+        self.tick()
+        with self._lock:
+            self._phases[-1].finish(owner, how)
+
     def drop(self, name: str) -> None:
         """Say that a step of the phase needs no work."""
         with self._lock:

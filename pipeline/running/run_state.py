@@ -1,7 +1,8 @@
 """Where a run stands: which steps are done, how far the others are, how long all of it will take. No terminal, no file.
 
 A run has phases, one after another. In a phase steps wait in their order, so many work at once, and the steps of one
-candidate follow each other. How long a step takes is what it took the last time on this machine (`last_times.py`).
+candidate or product follow each other. How long a step takes is what it took the last time on this machine
+(`last_times.py`).
 """
 
 from __future__ import annotations
@@ -187,14 +188,16 @@ class Phase:
         """Say that a step begins; a second time it says nothing."""
         if name in self.steps:
             return
+        step = Step(name, 0, self._clock())
+        for other in self.running:
+            if self.is_serial or other.owner == step.owner:
+                self.end(other.name)
         if self.is_serial:
-            for step in self.running:
-                self.end(step.name)
             while name in self.waiting and self.waiting[0] != name:
                 self.drop(self.waiting[0])
         if name in self.waiting:
             self.waiting.remove(name)
-        self.steps[name] = Step(name, self.num_passed + len(self.steps) + 1, self._clock())
+        self.steps[name] = replace(step, number=self.num_passed + len(self.steps) + 1)
 
     def end(self, name: str, how: Ending = "done") -> None:
         """Say that a step ends; its time is kept where it did all of its work."""
@@ -203,6 +206,14 @@ class Phase:
         step.outcome = how
         if how == "done" and not (step.num_kept or step.is_taken):
             self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
+
+    def finish(self, owner: str, how: Ending = "done") -> None:
+        """Say that a candidate or product needs no more work: what it has at work ends."""
+        for step in self.running:
+            if step.owner == owner:
+                self.end(step.name, how)
+        for name in [name for name in self.waiting if name.partition("@")[2] == owner]:
+            self.drop(name)
 
     def drop(self, name: str) -> None:
         """Say that a step that waits needs no work."""
