@@ -24,7 +24,7 @@ from pipeline.records.digests import digest_file
 from pipeline.running.environment import count_cores
 
 PERSON = 1  # COCO's category
-CROP = (512, 384)  # width and height of an upscaler's target, in pixels
+CROP = (384, 256)  # width and height of an upscaler's target, in pixels
 _FEW, _MOST = 0.25, 0.75  # shares of small people that bound the buckets
 
 Cases = Iterator[dict[str, Any]]
@@ -62,7 +62,7 @@ def name_buckets(areas: np.ndarray) -> list[str]:
     return ["few_small" if share <= _FEW else "mostly_small" if share >= _MOST else "some_small"]
 
 
-def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 34, num_full: int = 2) -> Cases:
+def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 35, num_full: int = 1) -> Cases:
     """Draw parts of panoramas, and at the end whole ones, each of another panorama, and their inputs."""
     return _draw(partial(_make_panorama, num_crops=num_crops), rng, folder, num_crops + num_full)
 

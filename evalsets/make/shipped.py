@@ -218,7 +218,7 @@ PICTURE_SETS: dict[str, tuple[Callable[[Random, Path], Cases], str, str, str]] =
         make_panoramas,
         "upscaling",
         "a panorama",
-        "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 512 x 384 pixels. "
+        "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 384 x 256 pixels. "
         "full_size: one of 1536 x 1024, large enough to be upscaled in tiles.",
     ),
 }

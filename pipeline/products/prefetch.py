@@ -306,16 +306,15 @@ def _make_all(
         order = share.give(name, product, place)
         try:
             is_made = _make_candidate(ask, workshop, first[name], order)
-            if judge and is_made and rest.is_last(product):
-                judge.judge(product, order.gpus)
-            return is_made
         except EvidenceError as error:  # DVC can't say
             view.say(f"{name}: {format_line(str(error))}")
-            return False
-        finally:
-            for step in planned[name]:
-                view.drop(step)
-            places.put(place)
+            is_made = False
+        for step in planned[name]:
+            view.drop(step)
+        if judge and is_made and rest.is_last(product):
+            judge.judge(product, order.gpus)
+        places.put(place)
+        return is_made
 
     with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
         is_made = list(pool.map(make, first))

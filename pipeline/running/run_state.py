@@ -188,16 +188,14 @@ class Phase:
         """Say that a step begins; a second time it says nothing."""
         if name in self.steps:
             return
-        step = Step(name, 0, self._clock())
-        for other in self.running:
-            if self.is_serial or other.owner == step.owner:
-                self.end(other.name)
         if self.is_serial:
+            for step in self.running:
+                self.end(step.name)
             while name in self.waiting and self.waiting[0] != name:
                 self.drop(self.waiting[0])
         if name in self.waiting:
             self.waiting.remove(name)
-        self.steps[name] = replace(step, number=self.num_passed + len(self.steps) + 1)
+        self.steps[name] = Step(name, self.num_passed + len(self.steps) + 1, self._clock())
 
     def end(self, name: str, how: Ending = "done") -> None:
         """Say that a step ends; its time is kept where it did all of its work."""
@@ -209,11 +207,14 @@ class Phase:
 
     def finish(self, owner: str, how: Ending = "done") -> None:
         """Say that a candidate or product needs no more work: what it has at work ends."""
+        self._end_running(owner, how)
+        for name in [name for name in self.waiting if name.partition("@")[2] == owner]:
+            self.drop(name)
+
+    def _end_running(self, owner: str, how: Ending) -> None:
         for step in self.running:
             if step.owner == owner:
                 self.end(step.name, how)
-        for name in [name for name in self.waiting if name.partition("@")[2] == owner]:
-            self.drop(name)
 
     def drop(self, name: str) -> None:
         """Say that a step that waits needs no work."""
@@ -225,7 +226,8 @@ class Phase:
         """Take up what a process says of its step; one that names none is no part of the run."""
         if not fact.step:
             return
-        if fact.step not in self.steps:
+        if fact.step not in self.steps:  # a stage that DVC runs
+            self._end_running(fact.step.partition("@")[2], "done")
             self.begin(fact.step)
         step = self.steps[fact.step]
         step.is_taken |= fact.is_taken

@@ -25,6 +25,7 @@ from pipeline.products.prefetch import Order, choose_candidates
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
+from pipeline.settings.base import Product
 from pipeline.settings.execution import LocalExecution, RayExecution
 from tests.paths import ROOT
 
@@ -49,6 +50,23 @@ class Workshop:
         return self.asked[-1] not in self.failing
 
 
+class Judge:
+    """Writes down which product it is given, and what had been made by then."""
+
+    def __init__(self) -> None:
+        self.workshop: Any = None
+        self.judged: dict[str, list[str]] = {}
+
+    def list_steps(self, product: Product) -> list[str]:
+        """Name one step of each product but the agent."""
+        return [f"compare@{product.name}"] if product.name != "agent" else []
+
+    def judge(self, product: Product, gpus: str | None) -> None:
+        """Judge nothing."""
+        assert product.name not in self.judged
+        self.judged[product.name] = list(self.workshop.asked)
+
+
 def make_all(
     params: Params,
     plans: Mapping[str, str],
@@ -56,6 +74,7 @@ def make_all(
     failing: tuple[str, ...] = (),
     num_jobs: int = 1,
     names: Sequence[str] = ("people",),
+    judge: Judge | None = None,
 ) -> tuple[list[str], Workshop]:
     """Make the candidates of products; return those that failed, and the workshop."""
 
@@ -67,9 +86,11 @@ def make_all(
     workshop: Any = Workshop(failing)
     share = prefetch.Share(params, defaultdict(dict), num_jobs, ())
     view = View(Path("progress.jsonl"))
-    failed = prefetch._make_all(ask, workshop, choose_candidates(params, names), share, view)
+    if judge:
+        judge.workshop = workshop
+    failed = prefetch._make_all(ask, workshop, choose_candidates(params, names), share, view, judge)
     [phase] = view._phases
-    assert not phase.waiting, "what needs no work is not waited for"
+    assert not [name for name in phase.waiting if not name.startswith("compare@")], "what needs no work, nobody awaits"
     return failed, workshop
 
 
@@ -110,6 +131,31 @@ def test_one_that_fails_is_named_and_stops_no_other(params: Params) -> None:
     failed, workshop = make_all(params, plans, failing=("optimize@people",))
     assert failed == ["people", "compiled"]
     assert workshop.asked == ["optimize@people", "optimize@int8", "evaluate@int8", "optimize@compiled"]
+
+
+def test_a_product_is_judged_as_soon_as_its_last_candidate_is_made_and_never_without_one(params: Params) -> None:
+    names = ["shots", "shots-again", "people", "int8", "upscaler", "tiled"]
+    plans = {f"evaluate@{name}": "run" for name in names} | {"optimize@tiled": "run", "evaluate@tiled": "error"}
+    judge = Judge()
+    failed, workshop = make_all(
+        params, plans, failing=("evaluate@int8",), names=["shots", "people", "upscaler"], judge=judge
+    )
+    assert failed == ["int8", "tiled"] and len(workshop.asked) == len(names)
+    assert judge.judged == {"shots": ["evaluate@shots", "evaluate@shots-again"]}
+
+
+def test_one_whose_candidates_are_as_they_were_is_left_to_dvc(params: Params) -> None:
+    judge = Judge()
+    make_all(params, {"evaluate@people": "run"}, names=["people", "upscaler"], judge=judge)
+    assert list(judge.judged) == ["people"]
+
+
+@pytest.mark.parametrize("num_jobs", [2, 8])
+def test_of_candidates_that_end_at_once_one_has_the_product_judged(params: Params, num_jobs: int) -> None:
+    judge = Judge()
+    plans = {f"evaluate@{name}": "run" for name in params.products["shots"].candidates}
+    make_all(params, plans, names=["shots"], num_jobs=num_jobs, judge=judge)
+    assert len(judge.judged["shots"]) == len(plans)
 
 
 def test_as_many_as_asked_work_at_once_and_share_the_machine(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import SettingsError
-from pipeline.products import repro
+from pipeline.products import judging, repro
 from pipeline.products.inputs import WARNED
 from pipeline.products.params import load_params
 from pipeline.products.prefetch import Share, choose_candidates
@@ -55,10 +55,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(repro, "load_params", lambda: params)
     monkeypatch.setattr(repro, "open_run", open_run)
     monkeypatch.setattr(repro, "list_due", lambda targets: DUE)
-    monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share: made.append(view.later))
-    monkeypatch.setattr(repro, "digest_inputs_now", lambda work: "")
-    monkeypatch.setattr(repro, "put_back", keep_optimised)
-    monkeypatch.setattr(repro, "note_runs", lambda works: made.append([*works]))
+    monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share, judge: made.append(view.later))
+    monkeypatch.setattr(judging, "digest_inputs_now", lambda work: "")
+    monkeypatch.setattr(judging, "put_back", keep_optimised)
+    monkeypatch.setattr(judging, "note_runs", lambda works: made.append([*works]))
     return made
 
 
@@ -74,7 +74,7 @@ def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
     asked: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert repro.repro(["people"], 2) == 0
-    assert asked[0].num_unknown == len(DUE) - 2, "the time of both phases is the time that is left"
+    assert asked[0].num_unknown == 1, "the time of both phases is the time that is left: people is judged in the first"
     assert asked[1:] == [["optimize@people"]], "what is not whole is left to its stage"
     assert [path.name for path in Path("build/people/prefetched/optimize").iterdir()] == []
     assert sorted(path.name for path in Path("build/people/prefetched/evaluate").iterdir()) == ["people", "people.json"]
@@ -133,6 +133,25 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     assert said[1] == "agent: passed its gate before: awq-long-g32 (reports/agent/report.md, build/agent/report.html)"
     just_run = "people: passed its gate: winograd-calibrated (reports/people/report.md, build/people/report.html)"
     assert just_run in said
+
+
+def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC ends at the first gate that fails."""
+
+    def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
+        judge.failed.append(candidates["people"])
+        judge.passed.append(candidates["tiled"])
+
+    monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    monkeypatch.setenv("DVC_CODE", "255")
+    assert repro.repro([], 2) == 255
+    said = capfd.readouterr().out.splitlines()
+    runs = [line for line in said if line.startswith("Running")]
+    assert runs == ["Running repro release@agent release@shots release@upscaler", "Running repro"]
+    assert [line for line in said if "its gate" in line][-1].startswith("people: stopped by its gate")
+    assert "upscaler: passed its gate: tiled-hann" in "\n".join(said), "it passed in this run"
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(

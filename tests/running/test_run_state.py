@@ -251,6 +251,23 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
     ]
 
 
+def test_the_steps_of_a_product_follow_each_other_beside_those_of_candidates(tmp_path: Path, clock: Clock) -> None:
+    """They say that they begin, and nobody says that they end."""
+    names = ["evaluate@a", "compare@p", "gate@p", "release@p"]
+    phase = Phase("make", names, num_jobs=2, last=open_times(tmp_path), clock=clock)
+    for name in ("evaluate@a", "compare@p"):
+        phase.take(Fact(name))
+    clock.now += 5
+    phase.take(Fact("gate@p"))
+    clock.now += 1
+    assert [step.name for step in phase.running] == ["evaluate@a", "gate@p"] and phase.steps["compare@p"].seconds == 5
+    phase.finish("p", "failed")
+    assert [step.name for step in phase.running] == ["evaluate@a"] and phase.waiting == []
+    assert [phase.steps[name].outcome for name in ("compare@p", "gate@p")] == ["done", "failed"]
+    phase.finish("p")
+    assert phase.steps["gate@p"].outcome == "failed", "it had ended"
+
+
 def test_the_summary_says_what_was_reused(tmp_path: Path, clock: Clock) -> None:
     phase = plan(tmp_path, clock, {})
     phase.reused.append("3 of 5 candidates, as they were or by DVC's cache")

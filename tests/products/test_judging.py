@@ -1,0 +1,153 @@
+"""DVC judges a product while others are worked on: what it is told, what is seen, and what is left to a later one.
+
+A small program stands in the place of DVC.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EvidenceError
+from pipeline.products import judging
+from pipeline.products.judging import EarlyJudge
+from pipeline.products.params import Params, load_params
+from pipeline.products.prefetch import TURNS
+from pipeline.running.environment import VISIBLE
+from pipeline.running.progress_view import View
+from pipeline.running.turns import have_machine_alone, share_machine
+from tests.paths import ROOT
+
+DUE = ["env", "optimize@int8", "evaluate@int8", "evaluate@agent", "compare@people", "gate@people", "compare@agent"]
+DVC = """
+import os, sys, time
+from pipeline.running.progress import begin_step, tell_cpu
+print(*sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES", "all"), os.environ["QUANTGATE_WARNED"], flush=True)
+open("began", "w").close()
+begin_step("compare@people")
+tell_cpu()
+time.sleep(float(os.environ.get("DVC_SLEEP", "0")))
+open("ended", "w").close()
+sys.exit(int(os.environ.get("DVC_CODE", "0")))
+"""
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return load_params(ROOT / "params.yaml")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Have the small program in place of DVC, and write down what it is to note; all of it can be."""
+    (tmp_path / "dvc.py").write_text(DVC)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    names = list[Any]()
+
+    def note(made: list[str], candidates: Any) -> list[str]:
+        names.append(made)
+        return made
+
+    monkeypatch.setattr(judging, "note_made", note)
+    return names
+
+
+def judge(params: Params, due: list[str] = DUE, *, gpus: str | None = None) -> tuple[EarlyJudge, View]:
+    """Judge the detector, in a phase of two steps."""
+    people = params.products["people"]
+    with View(Path("facts")) as view:
+        early = EarlyJudge(view, due)
+        phase = view.plan("candidates", ["evaluate@int8", *early.list_steps(people)], num_jobs=2)
+        with view.open_phase(phase):
+            phase.begin("evaluate@int8")
+            phase.end("evaluate@int8")
+            early.judge(people, gpus)
+            assert not phase.waiting and not phase.running
+    return early, view
+
+
+def test_dvc_notes_the_candidates_and_runs_what_is_out_of_date_of_the_product(
+    params: Params, noted: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    early, view = judge(params, gpus="1")
+    assert noted == [["optimize@int8", "evaluate@int8"]]
+    assert early.passed == [params.products["people"]] and not early.failed
+    said = capfd.readouterr()
+    assert said.out == "people: repro --quiet --single-item compare@people gate@people 1 1\n"
+    assert "people: passed its gate: winograd-calibrated (reports/people/report.md" in said.err
+    [phase] = view._phases
+    assert phase.steps["compare@people"].outcome == "done" and phase.steps["compare@people"].cpu_s > 0
+
+
+def test_a_gate_that_fails_is_said_at_once(
+    params: Params, noted: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_CODE", "255")
+    early, view = judge(params)
+    assert early.failed == [params.products["people"]] and not early.passed
+    said = capfd.readouterr()
+    assert said.out.endswith("gate@people all 1\n"), "without a share it sees all GPUs"
+    assert "people: stopped, as said above (reports/people/report.md); the others go on" in said.err
+    assert view._phases[0].steps["compare@people"].outcome == "failed"
+
+
+@pytest.mark.parametrize("how", ["in part", "not at all"])
+def test_what_dvc_can_t_note_is_left_to_a_later_one(
+    params: Params, noted: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def note(made: list[str], candidates: Any) -> list[str]:
+        if how == "not at all":
+            raise EvidenceError("another DVC works here")
+        return made[1:]
+
+    monkeypatch.setattr(judging, "note_made", note)
+    early, _ = judge(params)
+    assert not early.passed and not early.failed
+    said = capfd.readouterr()
+    assert not said.out and ("people: another DVC works here" in said.err) is (how == "not at all")
+
+
+def test_a_product_of_servers_waits_and_so_does_one_without_new_candidates(params: Params) -> None:
+    with View(Path("facts")) as view:
+        early = EarlyJudge(view, [*DUE, "compare@upscaler"])
+    assert {name: early.list_steps(product) for name, product in params.products.items()} == {
+        "agent": [],
+        "shots": [],
+        "people": ["compare@people", "gate@people"],
+        "upscaler": [],
+    }
+
+
+def test_whoever_wants_the_machine_alone_waits_for_it(
+    params: Params, noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step would be timed beside the bootstrap of another product."""
+    monkeypatch.setenv("DVC_SLEEP", "0.5")
+    thread = threading.Thread(target=judge, args=(params,))
+    thread.start()
+    while not Path("began").exists():
+        time.sleep(0.01)
+    with share_machine(TURNS), have_machine_alone():
+        assert Path("ended").exists(), "it was still at work"
+    thread.join()
+
+
+def test_sigterm_ends_what_dvc_has_at_work(params: Params, noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DVC_SLEEP", "600")
+    with View(Path("facts")) as view:
+        early = EarlyJudge(view, DUE)
+        with view.open_phase(view.plan("candidates", [])):
+            thread = threading.Thread(target=early.judge, args=(params.products["people"], None))
+            thread.start()
+            while not early._children:
+                time.sleep(0.01)
+            [child] = early._children
+            early.end()
+            thread.join(60)
+    assert child.returncode and early.failed and not Path("ended").exists()
