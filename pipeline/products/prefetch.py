@@ -353,11 +353,8 @@ def _order(candidates: Mapping[str, Product]) -> list[str]:
 
 
 def _find_first_stage(ask: Ask, name: str) -> str | None:
-    """Return the first stage of a candidate that DVC would run; None: none, or its cache has the candidate."""
-    plan = ask(f"optimize@{name}")
-    if plan == "skip":
-        return "evaluate" if ask(f"evaluate@{name}") == "run" else None
-    return "optimize" if plan == "run" else None
+    """Return the first stage of a candidate that DVC would run; None: none, or its cache has what they make."""
+    return next((stage for stage in STAGES if ask(f"{stage}@{name}") == "run"), None)
 
 
 def _make_candidate(ask: Ask, workshop: _Workshop, first: str, order: Order) -> bool:

@@ -1,7 +1,8 @@
 """Which stages are out of date by dvc.lock, and why, where weights and records are not there. The only importer of DVC.
 
-`open_project` says what `dvc repro` would do with one stage in this workspace, `list_due` which it would run, and
-`note_runs` has DVC note stages that were run without it. All else is for a clone without data.
+`open_project` says what `dvc repro` would do with one stage in this workspace, and restores what DVC would restore;
+`list_due` says which stages it would run, and `note_runs` has DVC note those that were run without it. All else is for
+a clone without data.
 What is asked of DVC is data: how it resolves dvc.yaml, and whether a file or a setting differs from what dvc.lock says
 of it. A stage is out of date when
 - its entry in dvc.lock is missing, or names another command, or other settings, dependencies or outputs than dvc.yaml;
@@ -33,7 +34,6 @@ from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
-from dvc_data.hashfile.hash_info import HashInfo
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
@@ -41,7 +41,7 @@ from pipeline.errors import EvidenceError
 T = TypeVar("T")
 
 Entry = Mapping[str, Any]  # of a stage, in dvc.lock
-Plan = Literal["skip", "restore", "run"]  # restore: from DVC's cache
+Plan = Literal["skip", "restored", "run"]  # restored: from DVC's cache
 _STAGES, _LOCK = "dvc.yaml", "dvc.lock"
 RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of who reads and writes what
 
@@ -116,7 +116,8 @@ def _list_due(repo: Repo, targets: Sequence[str]) -> list[str]:
 def open_project() -> Iterator[Callable[[str], Plan]]:
     """Give a function that says what `dvc repro` would do here and now with a stage; each can be asked of once.
 
-    The project is the one in the current folder: DVC looks into its cache from there. What earlier stages left in the
+    What DVC's cache has of it is restored, as it would be then: stages that depend on it may be asked of next. The
+    project is the one in the current folder: DVC looks into its cache from there. What earlier stages left in the
     workspace counts, as for DVC itself. Several threads may ask.
 
     Raises:
@@ -160,25 +161,15 @@ def _note_runs(repo: Repo, names: Collection[str]) -> None:
 
 
 def _plan(repo: Repo, stage: Stage) -> Plan:
-    """Ask as `Stage.reproduce` and `run_stage` do."""
+    """Ask as `Stage.reproduce` and `run_stage` do, which restore before they run."""
     with repo.lock:
         if stage.frozen or not stage.changed():
             return "skip"
         try:
-            if not _is_recorded(stage):
-                # without running it `restore` would look up the inputs of the last run
-                stage.save_deps()
-                for out in stage.outs:
-                    out.hash_info = HashInfo()
-            repo.stage_cache.restore(stage, dry=True)
+            repo.stage_cache.restore(stage)
         except RunCacheNotFoundError:
             return "run"
-    return "restore"
-
-
-def _is_recorded(stage: Stage) -> bool:
-    """Say whether dvc.lock has this stage with these inputs, so that its outputs alone are missing or changed."""
-    return not stage.changed_stage() and stage.deps_cached() and all(out.hash_info for out in stage.outs)
+    return "restored"
 
 
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:

@@ -345,15 +345,18 @@ def test_dvc_skips_what_is_there_and_runs_what_was_edited(whole: Path) -> None:
     assert ask(whole, "compare") == ["run"]
 
 
-def test_dvc_fetches_from_its_cache_what_was_made_of_the_same_once(whole: Path) -> None:
-    """Making it ahead would be work for nothing."""
+def test_what_was_made_of_the_same_once_is_restored_from_dvcs_cache(whole: Path) -> None:
+    """Making it ahead would be work for nothing, and what depends on it needs it there."""
+    text = (whole / "build/made/a/data.txt").read_text()
     shutil.rmtree(whole / "build/made/a")
-    assert ask(whole, "make@a") == ["restore"]
+    assert ask(whole, "make@a") == ["restored"]
+    assert (whole / "build/made/a/data.txt").read_text() == text
     edit(whole, "code.json", lambda c: c.update(make="2"))
     assert ask(whole, "make@a") == ["run"], "the run of other inputs is none of these"
     repro(whole, "make@a")
     edit(whole, "code.json", lambda c: c.update(make="1"))
-    assert ask(whole, "make@a", "make@b") == ["restore", "skip"]
+    assert ask(whole, "make@a", "make@b") == ["restored", "skip"]
+    assert (whole / "build/made/a/data.txt").read_text() == text, "and not what the last run made"
     shutil.rmtree(whole / ".dvc/cache/files")
     assert ask(whole, "make@a") == ["run"]
 
