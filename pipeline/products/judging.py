@@ -90,16 +90,15 @@ class EarlyJudge:
         return [name for name in self._due if name in wanted]
 
     def _note(self, product: Product) -> bool:
-        """Have DVC note the candidates; say whether it has noted all that were made."""
-        made = [
-            name for name in self._due if name in {f"{stage}@{own}" for stage in STAGES for own in product.candidates}
-        ]
+        """Have DVC note the candidates; say whether it has noted every evaluation that was out of date."""
+        made = self._list_made(product)
         try:
             with self._noting:
-                return len(note_made(made, {name: product for name in product.candidates})) == len(made)
+                noted = note_made(made, dict.fromkeys(product.candidates, product))
         except EvidenceError as error:
             self._view.say(f"{product.name}: {format_line(str(error))}")
             return False
+        return all(name in noted for name in made if not name.startswith("optimize@"))
 
     def _run(self, steps: Sequence[str], name: str, environment: Mapping[str, str]) -> int:
         """Run DVC; show what its stages say behind the name of the product; return its exit code."""

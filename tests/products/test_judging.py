@@ -104,13 +104,21 @@ def test_what_dvc_can_t_note_is_left_to_a_later_one(
     def note(made: list[str], candidates: Any) -> list[str]:
         if how == "not at all":
             raise EvidenceError("another DVC works here")
-        return made[1:]
+        return made[:-1]
 
     monkeypatch.setattr(judging, "note_made", note)
     early, _ = judge(params)
     assert not early.passed and not early.failed
     said = capfd.readouterr()
     assert not said.out and ("people: another DVC works here" in said.err) is (how == "not at all")
+
+
+def test_a_candidate_that_dvc_restored_is_not_noted_and_keeps_nobody_waiting(
+    params: Params, noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "note_made", lambda made, candidates: ["evaluate@int8"])
+    early, _ = judge(params)
+    assert early.passed
 
 
 def test_a_product_of_servers_waits_and_so_does_one_without_new_candidates(params: Params) -> None:
