@@ -1,7 +1,7 @@
 """Judge a product as soon as its candidates are made, while those of other products are still worked on.
 
-DVC notes what was made, and runs the product's own stages, each as it is: `dvc repro --single-item`. Products whose
-kind has servers wait for all others: their speed is measured with the machine to itself, and servers take no turns.
+DVC notes what was made, and runs the product's own stages that are out of date. Products whose kind has servers wait
+for all others: their speed is measured with the machine to itself, and servers take no turns.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from pipeline.report import PAGE
 from pipeline.running.environment import VISIBLE
 from pipeline.running.prefetched import Work, digest_inputs_now, put_back
 from pipeline.running.progress_view import View
+from pipeline.running.run_state import Step
 from pipeline.running.staleness import note_runs
 from pipeline.running.turns import keep_nobody_waiting, share_machine
 from pipeline.settings.base import Product
+
+DVC_REPRO = (sys.executable, "-m", "dvc", "repro", "--single-item")  # the stages that are named, in their order
 
 
 class EarlyJudge:
     """Judges products of one run; several threads may have it judge, each another product.
 
     Attributes:
-        passed: products whose stages all ended well.
-        failed: those of which one did not, the gate in most cases.
+        settled: stages that need no other DVC: what was made ahead is noted, products are judged.
+        codes: DVC's exit code for each product that was judged; any but 0: a stage failed, the gate in most cases.
+        steps: that these products took, by name.
     """
 
     def __init__(self, view: View, due: Sequence[str]) -> None:
@@ -48,8 +52,9 @@ class EarlyJudge:
         self._view, self._due = view, due
         self._children: set[subprocess.Popen[str]] = set()
         self._noting = threading.Lock()
-        self.passed: list[Product] = []
-        self.failed: list[Product] = []
+        self.settled: list[str] = []
+        self.codes: dict[str, int] = {}
+        self.steps: dict[str, Step] = {}
 
     def list_steps(self, product: Product) -> list[str]:
         """Return the stages of a product itself that are out of date; none where it has to wait for all others.
@@ -69,16 +74,17 @@ class EarlyJudge:
             gpus: that its stages may use, as CUDA_VISIBLE_DEVICES names them; None: all of this process.
         """
         steps = self.list_steps(product)
-        if steps and self._note(product):
-            # minutes, perhaps: whoever wants the machine alone waits, and has all others go on
-            with share_machine(TURNS), keep_nobody_waiting():
-                code = self._run(steps, product.name, {} if gpus is None else {VISIBLE: gpus})
-            self._view.finish(product.name, "failed" if code else "done")
-            (self.failed if code else self.passed).append(product)
-            report = product.reports / REPORT_FILE
-            stopped = f"{product.name}: stopped, as said above ({report}); the others go on"
-            self._view.say(stopped if code else describe_pass(product))
-        self._view.finish(product.name)
+        if not steps or not self._note(product):
+            self._view.finish(product.name)
+            return
+        # minutes, perhaps: whoever wants the machine alone waits, and has all others go on
+        with share_machine(TURNS), keep_nobody_waiting():
+            code = self._run(steps, product.name, {} if gpus is None else {VISIBLE: gpus})
+        self.settled += steps
+        self.codes[product.name] = code
+        self.steps |= self._view.finish(product.name, "failed" if code else "done")
+        stopped = f"{product.name}: stopped, as said above ({product.reports / REPORT_FILE}); the others go on"
+        self._view.say(stopped if code else describe_pass(product))
 
     def end(self) -> None:
         """End what DVC has at work."""
@@ -94,15 +100,15 @@ class EarlyJudge:
         made = self._list_made(product)
         try:
             with self._noting:
-                noted = note_made(made, dict.fromkeys(product.candidates, product))
+                self.settled += note_made(made, dict.fromkeys(product.candidates, product))
         except EvidenceError as error:
             self._view.say(f"{product.name}: {format_line(str(error))}")
             return False
-        return all(name in noted for name in made if not name.startswith("optimize@"))
+        return all(name in self.settled for name in made if not name.startswith("optimize@"))
 
     def _run(self, steps: Sequence[str], name: str, environment: Mapping[str, str]) -> int:
         """Run DVC; show what its stages say behind the name of the product; return its exit code."""
-        command = [sys.executable, "-m", "dvc", "repro", "--quiet", "--single-item", *steps]
+        command = [*DVC_REPRO, "--quiet", *steps]
         environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1", WARNED: "1"}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         with subprocess.Popen(command, env=environment, **output) as child:  # type: ignore[call-overload]

@@ -2,9 +2,9 @@
 
 Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, those of a product at
 once: else it would start a process for each, to take over what is there. Products are judged as soon as theirs are made
-(`judging.py`). Then `dvc repro` judges the others, and makes what could not be noted. It runs as a process of its own.
-What it prints is passed on and not read: which stages are out of date, DVC's API says ahead, and each stage says itself
-that it begins. Where none is, DVC is not run. The verdicts come last.
+(`judging.py`). Then DVC judges the others, and makes what could not be noted. It runs as a process of its own, and is
+told each stage: which are out of date, its API said ahead. What it prints is passed on and not read, as each stage says
+itself that it begins. Where none is out of date, DVC is not run. The verdicts come last.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
 from pipeline.products.inputs import WARNED
-from pipeline.products.judging import EarlyJudge, describe_pass, note_made
+from pipeline.products.judging import DVC_REPRO, EarlyJudge, describe_pass, note_made
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import ENV_STAGE, STAGES, make_ahead, open_run
 from pipeline.records.record_files import read_record
 from pipeline.report.terminal import render_gate
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase, Step
-from pipeline.running.staleness import list_due
+from pipeline.running.staleness import list_due, note_runs
 from pipeline.settings.base import Product
 
 
@@ -46,51 +45,32 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
     products = [get_product(params, name, kind=Product) for name in names or params.products]
     targets = [f"release@{product.name}" for product in products] if names else []
     with open_run(names, num_jobs) as (view, candidates, share):
-        due = list_due(targets)
+        due = [name for name in list_due(targets) if name != ENV_STAGE]  # `open_run` has run it
         judge = EarlyJudge(view, due)
-        ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
-        early = {step for product in candidates.values() for step in judge.list_steps(product)} if ahead else set()
-        rest = [name for name in due if name not in ahead]
-        if ahead:
-            view.later = view.plan("dvc repro", [name for name in rest if name not in early], is_serial=True).predict()
+        if ahead := [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]:
+            early = {step for product in candidates.values() for step in judge.list_steps(product)}
+            view.later = _plan(view, [name for name in due if name not in ahead and name not in early]).predict()
             with end_on_sigterm(view, judge.end):
                 make_ahead(view, candidates, share, judge)
-            note_made(ahead, candidates)
-        if all(name == ENV_STAGE for name in due):  # `open_run` has run it
-            view.say("nothing is out of date")
-            code, steps = 0, dict[str, Step]()
+            judge.settled += note_made(ahead, candidates)
+        rest = [name for name in due if name not in judge.settled]
+        phase = _plan(view, rest)
+        code = _run_dvc(view, phase, rest) if rest else 0
+        if due:
+            note_runs([ENV_STAGE])
         else:
-            code, steps = _judge_rest(view, rest, products, targets, judge)
-    for line in _conclude(steps, products, judge, has_failed=code != 0):
+            view.say("nothing is out of date")
+    code = code or max(judge.codes.values(), default=0)
+    for line in _conclude(judge.steps | phase.steps, products, has_failed=code != 0):
         print(line, flush=True)
     return code
 
 
-def _judge_rest(
-    view: View, rest: Sequence[str], products: Sequence[Product], targets: Sequence[str], judge: EarlyJudge
-) -> tuple[int, dict[str, Step]]:
-    """Run `dvc repro`, which ends at the first gate that fails: after all others, where that is known already.
-
-    Returns:
-        Its exit code, and the steps that ran.
-    """
-    others = [f"release@{product.name}" for product in products if product not in judge.failed]
-    runs = [others, targets] if judge.failed and others else [targets]
-    failed, passed = ([product.name for product in some] for some in (judge.failed, judge.passed))
-    code, steps = 0, dict[str, Step]()
-    for number, wanted in enumerate(runs, 1):
-        left = [name for name in rest if name not in steps and name.partition("@")[2] not in passed]
-        if number < len(runs):
-            left = [name for name in left if name.partition("@")[2] not in failed]
-        phase = view.plan("dvc repro", left, is_serial=True)
-        code = _run_dvc(view, phase, wanted) or code
-        steps |= phase.steps
-    return code, steps
+def _plan(view: View, names: Sequence[str]) -> Phase:
+    return view.plan("dvc repro", names, is_serial=True)
 
 
-def _conclude(
-    steps: Mapping[str, Step], products: Sequence[Product], judge: EarlyJudge, *, has_failed: bool
-) -> Iterator[str]:
+def _conclude(steps: Mapping[str, Step], products: Sequence[Product], *, has_failed: bool) -> Iterator[str]:
     """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands."""
     stopped = []
     for product in products:
@@ -98,10 +78,8 @@ def _conclude(
         if step and step.outcome == "failed":
             said = _render_verdict(product) or f", as said above ({report})"
             stopped.append(f"{product.name}: stopped by its gate{said}")
-        elif step or product in judge.passed:
-            yield describe_pass(product)
-        elif not has_failed:  # else it was not reached, perhaps
-            yield describe_pass(product, " before")
+        elif step or not has_failed:  # else it was not reached, perhaps
+            yield describe_pass(product, "" if step else " before")
     yield from stopped
 
 
@@ -114,9 +92,9 @@ def _render_verdict(product: Product) -> str:
     return ""
 
 
-def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:
-    """Run `dvc repro` as the second phase."""
-    command = [sys.executable, "-m", "dvc", "repro", *targets]
+def _run_dvc(view: View, phase: Phase, names: Sequence[str]) -> int:
+    """Have DVC run stages, in this order, as the second phase."""
+    command = [*DVC_REPRO, *names]
     with view.open_phase(phase, is_last=True), _start(command, view) as child, end_on_sigterm(view, child.terminate):
         for line in child.stdout or ():
             view.show(line.rstrip("\n"))

@@ -159,11 +159,11 @@ class View:
         with self._lock:
             self._phases[-1].end(name, how)
 
-    def finish(self, owner: str, how: Ending = "done") -> None:
-        """Say that a candidate or product of the phase needs no more work."""
+    def finish(self, owner: str, how: Ending = "done") -> dict[str, Step]:
+        """Say that a candidate or product of the phase needs no more work; return its steps by name."""
         self.tick()
         with self._lock:
-            self._phases[-1].finish(owner, how)
+            return self._phases[-1].finish(owner, how)
 
     def drop(self, name: str) -> None:
         """Say that a step of the phase needs no work."""

@@ -205,11 +205,12 @@ class Phase:
         if how == "done" and not (step.num_kept or step.is_taken):
             self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
 
-    def finish(self, owner: str, how: Ending = "done") -> None:
-        """Say that a candidate or product needs no more work: what it has at work ends."""
+    def finish(self, owner: str, how: Ending = "done") -> dict[str, Step]:
+        """Say that a candidate or product needs no more work: what it has at work ends; return its steps by name."""
         self._end_running(owner, how)
         for name in [name for name in self.waiting if name.partition("@")[2] == owner]:
             self.drop(name)
+        return {name: step for name, step in self.steps.items() if step.owner == owner}
 
     def _end_running(self, owner: str, how: Ending) -> None:
         for step in self.running:

@@ -22,6 +22,7 @@ from pipeline.products.prefetch import Share, choose_candidates
 from pipeline.records.files import write_text
 from pipeline.running.prefetched import Work
 from pipeline.running.progress_view import View
+from pipeline.running.run_state import Step
 from stages import env
 from tests.paths import ROOT
 
@@ -30,8 +31,7 @@ DVC = """
 import os, sys
 from pipeline.running.progress import begin_step
 assert os.environ["QUANTGATE_WARNED"], "warnings were said before all work"
-for name in ("env", "gate@people"):
-    begin_step(name)
+begin_step(sys.argv[-1])
 print("Running", *sys.argv[1:], flush=True)
 sys.exit(int(os.environ["DVC_CODE"]))
 """
@@ -58,7 +58,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share, judge: made.append(view.later))
     monkeypatch.setattr(judging, "digest_inputs_now", lambda work: "")
     monkeypatch.setattr(judging, "put_back", keep_optimised)
-    monkeypatch.setattr(judging, "note_runs", lambda works: made.append([*works]))
+    for module in (judging, repro):
+        monkeypatch.setattr(module, "note_runs", lambda works: made.append([*works]))
     return made
 
 
@@ -74,12 +75,13 @@ def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
     asked: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert repro.repro(["people"], 2) == 0
-    assert asked[0].num_unknown == 1, "the time of both phases is the time that is left: people is judged in the first"
-    assert asked[1:] == [["optimize@people"]], "what is not whole is left to its stage"
+    assert asked[0].num_unknown == 0, "people is judged in the first phase, if all of it can be noted"
+    assert asked[1:] == [["optimize@people"], ["env"]], "what is not whole is left to its stage"
     assert [path.name for path in Path("build/people/prefetched/optimize").iterdir()] == []
     assert sorted(path.name for path in Path("build/people/prefetched/evaluate").iterdir()) == ["people", "people.json"]
     shown = capfd.readouterr()
-    assert shown.out.splitlines()[:-1] == ["Running repro release@people"]
+    rest = "evaluate@people compare@people gate@people"
+    assert shown.out.splitlines()[:-1] == [f"Running repro --single-item {rest}"], "in the order of DVC"
     assert "gate 0.0" in shown.err and "failed" not in shown.err
 
 
@@ -138,20 +140,26 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
 def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DVC ends at the first gate that fails."""
+    """Nor is it asked again: DVC ends at the first gate that fails."""
 
     def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
-        judge.failed.append(candidates["people"])
-        judge.passed.append(candidates["tiled"])
+        for name, outcome in {"people": "failed", "upscaler": "done"}.items():
+            judge.settled += [f"evaluate@{name}", f"gate@{name}"]
+            judge.codes[name] = 255 if outcome == "failed" else 0
+            judge.steps[f"gate@{name}"] = Step(f"gate@{name}", 1, 0.0, outcome=outcome)
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
-    monkeypatch.setenv("DVC_CODE", "255")
+    due = ["env", "evaluate@people", "gate@people", "evaluate@upscaler", "gate@upscaler", "gate@agent"]
+    monkeypatch.setattr(repro, "list_due", lambda targets: due)
     assert repro.repro([], 2) == 255
     said = capfd.readouterr().out.splitlines()
-    runs = [line for line in said if line.startswith("Running")]
-    assert runs == ["Running repro release@agent release@shots release@upscaler", "Running repro"]
-    assert [line for line in said if "its gate" in line][-1].startswith("people: stopped by its gate")
-    assert "upscaler: passed its gate: tiled-hann" in "\n".join(said), "it passed in this run"
+    assert [line for line in said if line.startswith("Running")] == ["Running repro --single-item gate@agent"]
+    ends = [line.partition(" (")[0] for line in said if "its gate" in line]
+    assert ends == [
+        "agent: passed its gate: awq-long-g32",
+        "upscaler: passed its gate: tiled-hann",
+        "people: stopped by its gate, as said above",
+    ], "those that were not reached are not said to have passed"
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
@@ -202,8 +210,15 @@ def test_a_warning_names_its_product(
     assert said == ["something", "people: candidates: slow", located]
 
 
-def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any]) -> None:
-    assert repro.repro([], None) == 0 and not asked
+def test_what_is_left_is_part_of_the_time_that_is_left(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repro, "list_due", lambda targets: [*DUE, "evaluate@agent", "compare@agent", "gate@agent"])
+    assert repro.repro([], 2) == 0
+    assert asked[0].num_unknown == 2, "a product of servers is judged last"
+
+
+def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    assert repro.repro([], None) == 0 and asked == [["env"]]
+    assert f"Running repro --single-item {' '.join(DUE[1:])}" in capfd.readouterr().out.splitlines()
 
 
 def test_a_candidate_is_no_product(asked: list[Any]) -> None:
