@@ -19,14 +19,9 @@ from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watc
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import (
-    check_loss_can_show,
-    describe_large_tolerance,
-    estimate_metrics,
-    list_pair_buckets,
-    measure_metric,
-)
+from pipeline.gate.measure import estimate_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
+from pipeline.gate.tolerance_checks import check_loss_can_show, describe_large_tolerance
 from pipeline.gate.verdicts import (
     Judgement,
     build_policy,

@@ -18,8 +18,9 @@ from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_buckets, measure_metric
+from pipeline.gate.measure import estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
+from pipeline.gate.tolerance_checks import check_loss_can_show
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance
 from pipeline.outcomes.cases import Outcomes, shorten

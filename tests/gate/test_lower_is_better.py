@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.measure import check_loss_can_show, describe_large_tolerance, measure_metric
+from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases
+from pipeline.gate.tolerance_checks import check_loss_can_show, describe_large_tolerance
 from pipeline.products import list_known_metrics
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Comparison
