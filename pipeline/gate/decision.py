@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.gate.outlook import is_too_close
 from pipeline.gate.statistics import Tail, holm
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_decisive, is_proven
@@ -176,15 +177,22 @@ def _decide(
             f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
             f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed"
         )
-    like = "with losses like these" if m.b is None else "at this rate of flips"
-    if m.more_cases is None:
-        outlook = f"no affordable number of cases would prove it {like}"
-    else:
-        outlook = (
-            f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
-            f"chance to prove it {like}"
+    return "inconclusive", (
+        f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {_describe_outlook(m, m.tolerance)}"
+    )
+
+
+def _describe_outlook(m: Measurement, tolerance: float) -> str:
+    """Say what would prove the tolerance: more cases, or, where the loss takes most of it, something else."""
+    if is_too_close(m.more_cases, m.n, harm=m.harm, tolerance=tolerance):
+        return (
+            "the loss seen is so close to the tolerance that more cases will hardly settle it; what helps is a better "
+            "candidate, or a wider tolerance if the product can afford it"
         )
-    return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
+    like = "prove it with losses like these" if m.b is None else "prove it at this rate of flips"
+    if m.more_cases is None:
+        return f"no affordable number of cases would {like}"
+    return f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even chance to {like}"
 
 
 def combine(comparisons: Iterable[Comparison], refusals: Sequence[str], failures: Sequence[str] = ()) -> Outcome:

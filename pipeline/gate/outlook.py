@@ -12,6 +12,8 @@ from pipeline.gate.clusters import Spread
 from pipeline.gate.statistics import is_bounded
 
 _MOST = 1_000.0  # times as many cases: more is no outlook
+_MOST_ADVISED = 10  # times as many more: nobody makes them for a loss that may turn out to be too large
+_CLOSE = 2 / 3  # of the tolerance: noise falls with the root of n, so such a loss asks for nine times what none would
 
 
 def cases_to_prove(
@@ -51,6 +53,20 @@ def cases_to_bound(bound: Callable[[float], float], tolerance: float, n: int) ->
         The number of additional cases, or None when more than 1,000 times as many would be needed.
     """
     return _find_more(lambda factor: bound(factor) <= tolerance, n)
+
+
+def is_too_close(more: int | None, n: int, *, harm: float, tolerance: float) -> bool:
+    """Say whether more cases are no advice, as the loss seen is what asks for so many of them.
+
+    Where little of the tolerance is lost, it is the suite that is small, and more cases are what helps.
+
+    Args:
+        more: cases that would prove the tolerance; None where no affordable number would.
+        n: all cases.
+        harm: as seen.
+        tolerance: of the harm.
+    """
+    return harm > _CLOSE * tolerance and (more is None or more > _MOST_ADVISED * n)
 
 
 def _find_more(is_proven: Callable[[float], bool], n: int) -> int | None:

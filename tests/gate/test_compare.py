@@ -70,6 +70,23 @@ def test_from_81_2_to_79_3_is_inconclusive_whatever_the_flips(c: int) -> None:
     assert "more cases" in comparison.sentence or "no affordable number" in comparison.sentence
 
 
+@pytest.mark.parametrize(
+    ("b", "n", "said"),
+    [
+        (36, 2_000, "about 12,000 more cases"),  # 6 times as many
+        (37, 2_000, "more cases will hardly settle it"),  # 11 times as many
+        (40, 2_000, "more cases will hardly settle it"),  # no number would do
+        (0, 30, "about 700 more cases"),  # 23 times as many, but a suite too small is no loss too large
+    ],
+)
+def test_more_cases_are_no_advice_where_the_loss_takes_most_of_the_tolerance(b: int, n: int, said: str) -> None:
+    comparison = judge_flips(b, 0, n, right=n, tolerance=0.02 if b else 0.005)
+    assert comparison.outcome == "inconclusive" and said in comparison.sentence
+    is_close = "hardly" in said
+    assert ("the loss seen is so close to the tolerance that" in comparison.sentence) == is_close
+    assert ("even chance" in comparison.sentence) != is_close
+
+
 @pytest.mark.parametrize(("n", "outcome"), [(179, "inconclusive"), (180, "pass")])
 def test_a_bucket_without_flips_needs_180_cases_for_two_points(n: int, outcome: str) -> None:
     assert judge_flips(0, 0, n, right=n).outcome == outcome

@@ -16,7 +16,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.gate.clusters import design_effect, effective_clusters, hiding_clusters, measure_spread
-from pipeline.gate.outlook import cases_to_bound, cases_to_prove
+from pipeline.gate.outlook import cases_to_bound, cases_to_prove, is_too_close
 from pipeline.gate.statistics import (
     Bounds,
     count_bounds,
@@ -517,6 +517,23 @@ def test_outlook_counts_the_cases_that_are_missing() -> None:
 
     assert bound(factor) <= 0.02 < bound(factor * 0.99)
     assert cases_to_prove(20, 0, 1000, 1000, None, 0.02, confidence=0.95) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "harm", "expected"),
+    [
+        (1_000, 0.029, False),
+        (1_001, 0.029, True),
+        (None, 0.029, True),
+        (1_001, 0.021, True),
+        (1_001, 0.019, False),  # it is the suite that is small
+        (None, -0.01, False),
+    ],
+)
+def test_a_loss_is_too_close_where_it_asks_for_ten_times_the_cases(
+    more: int | None, harm: float, expected: bool
+) -> None:
+    assert is_too_close(more, 100, harm=harm, tolerance=0.03) == expected
 
 
 @pytest.mark.parametrize("spread", [0.001, 0.3])
