@@ -16,17 +16,13 @@ from pipeline.settings.base import Product, Tolerance
 
 
 def explain_comparisons(comparisons: Sequence[Comparison], outcome: Outcome) -> list[Reason]:
-    """Return a reason for each comparison that decided, and for each gain too large to be believed."""
+    """Return a reason for each comparison that decided, and for each other gain too large to be believed."""
     kinds = {"fail": ReasonKind.LOST} | ({"inconclusive": ReasonKind.OPEN} if outcome == "inconclusive" else {})
-    decided = [
-        Reason(kind=kinds[c.outcome], text=f"{name_comparison(c)}: {c.sentence}")
-        for c in comparisons
-        if c.outcome in kinds and not is_open_watched(c)
-    ]
-    return decided + [
-        Reason(kind=ReasonKind.SUSPICIOUS, text=f"{name_comparison(c)}: {c.sentence}")
-        for c in comparisons
-        if c.sentence.startswith("suspicious")
+    decided = [c for c in comparisons if c.outcome in kinds and not is_open_watched(c)]
+    suspicious = [c for c in comparisons if c.sentence.startswith("suspicious") and c not in decided]
+    return [
+        Reason(kind=kind, text=f"{name_comparison(c)}: {c.sentence}")
+        for kind, c in [(kinds[c.outcome], c) for c in decided] + [(ReasonKind.SUSPICIOUS, c) for c in suspicious]
     ]
 
 

@@ -111,13 +111,13 @@ def _show(value: Any) -> Any:
 def _describe(judgement: Judgement, candidate: str, explanation: Explanation) -> dict[str, Any]:
     verdict = next(v for v in judgement.verdicts if v.candidate == candidate)
     gated = sorted((c for c in verdict.comparisons if c.tolerance is not None), key=lambda c: _ORDER.index(c.outcome))
-    in_rows = {f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in gated}  # each stands in its own row
+    in_rows = {f"{name_comparison(c)}: {c.sentence}" for c in gated}  # each stands in its own row
     counts = {outcome: sum(c.outcome == outcome for c in gated) for outcome in ("pass", "fail", "inconclusive")}
     return {
         "verdict": verdict,
         "blocks": verdict.is_release and is_blocking(verdict, judgement.policy),
         "counts": ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing compared",
-        "reasons": [cut_text(reason, _MAX_REASON) for reason in map(str, verdict.reasons) if reason not in in_rows],
+        "reasons": [cut_text(str(reason), _MAX_REASON) for reason in verdict.reasons if reason.text not in in_rows],
         "certificate": describe_certificate(verdict, judgement.policy),
         "gated": [_row(c) for c in gated],
         "reported": [_row(c) for c in verdict.comparisons if c.tolerance is None],

@@ -50,6 +50,27 @@ def test_an_accepted_gain_passes_and_its_reason_is_printed(
     assert "proven: a gain of at least 21" in verdict.comparisons[0].sentence  # it spoke of a negative loss
 
 
+@pytest.mark.parametrize(("lost", "code", "kind"), [(0, 10, "inconclusive"), (200, 20, "note")])
+def test_a_suspicious_gain_is_listed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int, code: int, kind: str
+) -> None:
+    """It decided, and was a note as well: the reasons had its sentence twice. Beside what fails it is a note alone."""
+    sides = [
+        write_outcomes(tmp_path / f"{side}.csv", [0.0] * wrong + [1.0] * (400 - wrong), other=other)
+        for side, wrong, other in (("a", 100, ["1"] * 400), ("b", 0, ["0"] * lost + ["1"] * (400 - lost)))
+    ]
+    forms = {form: tmp_path / form for form in ("json", "html", "summary")}
+    asked = [word for form, path in forms.items() for word in (f"--{form}", path)]
+    found, said = run("compare", *sides, "--metric", "score", "--metric", "other", *asked, capsys=capsys)
+    assert found == code and said.count("suspicious gain") == 1, said
+    verdict = read_record(forms["json"], Judgement).verdicts[0]
+    (gain,) = (c for c in verdict.comparisons if c.sentence.startswith("suspicious gain"))
+    said_of_it = [line for line in list_said(verdict) if "suspicious gain" in line]
+    assert said_of_it == [f"{kind}: outcomes/score: {gain.sentence}"]
+    assert forms["summary"].read_text().count("suspicious gain") == 1
+    assert "note: outcomes/score: suspicious gain" not in forms["html"].read_text()  # it stands in its own row
+
+
 def test_a_policy_accepts_a_gain(sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = {
         "alpha": 0.05,
