@@ -1,11 +1,11 @@
 """What the gate's suites can prove and what a run will cost, before any model runs.
 
 `python scripts/plan.py [PRODUCT ...]`, or `make plan`. A row for each tolerance in params.yaml: cases, the share of
-them expected to flip (as in the last judgement, assumed before there is one), the tolerance that so many cases prove
-for a candidate without a loss four times in five, the cases that the tolerance asked for would need, and the minutes
-that the eval takes for one candidate (`pipeline/gate/plan.py`). Then a row for each candidate of a kind that can say
-its cost: minutes, memory and disk, from the headers of its weights alone (`pipeline/products/text/costs.py`). Exits 1
-where a tolerance that must be proven can't be by any candidate.
+them expected to flip (as in the last judgement of these cases, assumed before there is one), the tolerance that so many
+cases prove for a candidate without a loss four times in five, the cases that the tolerance asked for would need, and
+the minutes that the eval takes for one candidate (`pipeline/gate/plan.py`). Then a row for each candidate of a kind
+that can say its cost: minutes, memory and disk, from the headers of its weights alone
+(`pipeline/products/text/costs.py`). Exits 1 where a tolerance that must be proven can't be by any candidate.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
         outcome="blocked" if blocking else "pass",
         blocked_by=tuple(v.candidate for v in blocking),
         policy=policy,
+        cases=_digest_cases(reference),
         reference_fingerprint=_fingerprint(reference),
         reference_metrics=tuple(reference.metrics),
         verdicts=tuple(verdicts),
@@ -281,6 +282,11 @@ def _share_seconds(evidence: Evidence) -> dict[str, float]:
         name: round(evidence.evaluation.seconds * (part / total if total else 1 / len(waited)), 1)
         for name, part in waited.items()
     }
+
+
+def _digest_cases(findings: CandidateFindings) -> dict[str, str]:
+    evals = findings.evidence.evaluation.evals if findings.evidence else {}
+    return {name: file.evalset_digest for name, file in evals.items()}
 
 
 def _fingerprint(findings: CandidateFindings) -> str:

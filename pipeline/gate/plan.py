@@ -1,17 +1,17 @@
 """What a suite can prove, before any model runs: cases, flips to expect, the tolerance they can prove, and the cost.
 
-How many cases flip is taken from the last judgement where there is one, and assumed otherwise. A tolerance counts as
-provable when a candidate that loses nothing would pass with a probability of 80 %: half of its flips are losses, give
-or take chance. Where not even a candidate without a single flip could pass, the tolerance is impossible, and that is
-said now, and ends stage `env`. What rests on the last run, as its reference's average precision does, is a warning: a
-model that was trained since may have another.
+How many cases flip is taken from the last judgement where it is of the same cases, and assumed otherwise. A tolerance
+counts as provable when a candidate that loses nothing would pass with a probability of 80 %: half of its flips are
+losses, give or take chance. Where not even a candidate without a single flip could pass, the tolerance is impossible,
+and that is said now, and ends stage `env`. What rests on the last run, as its reference's average precision does, is a
+warning: a model that was trained since may have another.
 Not covered: what a candidate really loses, and metrics that no run has measured yet and that are no rates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,7 +88,9 @@ def read_last(product: str, root: Path) -> Judgement | None:
         return None
 
 
-def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | None) -> list[PlanRow]:
+def plan_gate(
+    product: Product, suites: Mapping[str, Sizes], last: Judgement | None, others: Collection[str] = ()
+) -> list[PlanRow]:
     """Return what each gated metric's cases can prove.
 
     Args:
@@ -96,24 +98,27 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
         suites: sizes by eval and bucket. Those of an eval that is not there are taken from the last judgement, and
             never called too small.
         last: the last judgement, from which flips and times are taken.
+        others: evals whose cases are others than it judged: they are planned as before a first run.
     """
     rows = []
     for metric, tolerance in product.gate.tolerances.items():
         eval_name, definition = metric.partition("/")[0], product.metrics[metric]
+        known, why = (None, " (the last run had other cases)") if eval_name in others else (last, "")
         for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
             if limit is not None:
-                seen, verdict = _find_last(last, metric, bucket)
+                seen, verdict = _find_last(known, metric, bucket)
                 sizes = suites.get(eval_name, {})
                 size = sizes.get(bucket)
                 if size is None and seen is not None:  # of a bucket by objects, or of cases that nobody has counted
-                    whole, _ = _find_last(last, metric, None)
+                    whole, _ = _find_last(known, metric, None)
                     grown = sizes[None].n / whole.n if sizes and whole is not None else 1.0
                     size = SuiteSize(round(seen.n * grown), seen.effective_clusters * grown)
                 row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
                 must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
                 # cases that nobody has counted may be more by now
                 problem, is_sure = row.problem if sizes else "", row.is_sure and bucket in sizes
-                rows.append(replace(row, is_needed=must, problem=problem, is_sure=is_sure))
+                source = row.source + why
+                rows.append(replace(row, is_needed=must, problem=problem, is_sure=is_sure, source=source))
     return rows
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.gate.clusters import hiding_clusters
 from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, plan_gate, read_last
+from pipeline.gate.verdicts import Judgement
 from pipeline.settings.base import Product
 
 
@@ -29,12 +30,27 @@ def load_evalsets(product: Product, root: Path, *, with_tasks: bool = False) -> 
 
 
 def plan_product(product: Product, evalsets: Mapping[str, Evalset], root: Path) -> list[PlanRow]:
-    """Return what the cases of a product can prove, as the last judgement lets expect."""
+    """Return what the cases of a product can prove, as the last judgement of the same cases lets expect."""
     sizes = {
         name: count_sizes([c.cluster for c in e.cases], [c.buckets for c in e.cases], confidence=1 - product.gate.alpha)
         for name, e in evalsets.items()
     }
-    return plan_gate(product, sizes, read_last(product.name, root))
+    last = read_last(product.name, root)
+    return plan_gate(product, sizes, last, _list_others(product, evalsets, last) if last else ())
+
+
+def _list_others(product: Product, evalsets: Mapping[str, Evalset], last: Judgement) -> list[str]:
+    """Return the evals whose cases are others than the last judgement's.
+
+    Of an lm-eval task the digest kept is lm-eval's, and before judgements kept any, there was none: their number tells.
+    """
+    counts = {c.metric.partition("/")[0]: c.n for v in last.verdicts for c in v.comparisons if c.bucket is None}
+    kept = {name: last.cases.get(name) for name in evalsets if hasattr(product.evals[name], "evalset")}
+    return [
+        name
+        for name, evalset in evalsets.items()
+        if (kept[name] != evalset.digest if kept.get(name) else counts.get(name) not in (None, len(evalset.cases)))
+    ]
 
 
 def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]], *, confidence: float = 0.95) -> Sizes:

@@ -101,6 +101,7 @@ class Judgement(Record):
     outcome: Literal["pass", "blocked"]
     blocked_by: tuple[str, ...]
     policy: Policy
+    cases: dict[str, str] = {}  # digest of those that the reference answered, by eval
     interval_confidence: float = 0.95
     reference_fingerprint: str
     reference_metrics: tuple[Metric, ...]

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import SettingsError
+from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, check_plan, list_impossible, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
-from pipeline.gate.suite_sizes import count_sizes
+from pipeline.gate.suite_sizes import count_sizes, plan_product
 from pipeline.gate.verdicts import Judgement
 from pipeline.records.record_files import write_record
 from tests.fakes.judging import compare_release
@@ -78,6 +79,48 @@ def test_flips_clusters_and_minutes_come_from_the_last_judgement(
     assert choices.n == 400 and row.minutes == pytest.approx(judgement.verdicts[0].seconds["workflows"] / 60)
     (tmp_path / "reports/agent/verdict.json").write_text("{}")
     assert read_last("agent", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "num_cases", "keeps_digest", "is_same"),
+    [
+        ("workflows", 1_200, True, True),
+        ("workflows", 1_200, False, False),
+        ("choices", 400, True, True),  # a task, of which lm-eval takes the digest itself
+        ("choices", 399, True, False),
+    ],
+)
+def test_a_run_of_other_cases_says_nothing_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_cases: int, keeps_digest: bool, is_same: bool
+) -> None:
+    """After a first run on the examples of `quantgate init` its flips were said to be those of one's own cases."""
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path / "build", {"a": Behaviour({"workflows": 0.05})}, num_cases=400)
+    params = make_params(["a"], ["a"], tolerances=TOLERANCES)
+    last = compare_release(params, tmp_path / "build").judgement
+    write_record(tmp_path / "reports/agent/verdict.json", last)
+    cases = load_evalset(ROOT / "evalsets" / name)
+    cases = cases.model_copy(update={"cases": cases.cases[:num_cases]})
+    if keeps_digest and name == "workflows":
+        cases = cases.model_copy(update={"digest": last.cases[name]})
+    (row,) = (row for row in plan_product(params, {name: cases}, tmp_path) if row.metric.startswith(name))
+    assert row.n == num_cases
+    assert row.source == ("last run of a" if is_same else "assumed (the last run had other cases)")
+    assert (row.flips == 0.05, row.minutes is None) == (not is_same, not is_same)
+
+
+def test_a_judgement_of_before_it_kept_digests_is_known_by_its_number_of_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path / "build", {"a": Behaviour({"workflows": 0.05})}, num_cases=400)
+    params = make_params(["a"], ["a"], tolerances=TOLERANCES)
+    last = compare_release(params, tmp_path / "build").judgement.model_copy(update={"cases": {}})
+    write_record(tmp_path / "reports/agent/verdict.json", last)
+    cases = load_evalset(ROOT / "evalsets/workflows")
+    for num_cases, source in ((400, "last run of a"), (401, "assumed (the last run had other cases)")):
+        some = cases.model_copy(update={"cases": cases.cases[:num_cases]})
+        assert plan_product(params, {"workflows": some}, tmp_path)[0].source == source
 
 
 @pytest.mark.parametrize(
