@@ -189,7 +189,7 @@ def _describe_outlook(m: Measurement, tolerance: float) -> str:
             "the loss seen is so close to the tolerance that more cases will hardly settle it; what helps is a better "
             "candidate, or a wider tolerance if the product can afford it"
         )
-    like = "prove it with losses like these" if m.b is None else "prove it at this rate of flips"
+    like = "prove it with losses and gains like these"
     if m.more_cases is None:
         return f"no affordable number of cases would {like}"
     return f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even chance to {like}"

@@ -1,6 +1,7 @@
 """How many more cases would prove what was not proven, at the flips, spread and clusters seen.
 
-An even chance, not a promise: it assumes that new cases behave as the old ones did, and they do worse as often.
+An even chance, not a promise: it assumes that new cases behave as the old ones did, and they do worse as often. A plan
+(`plan.py`) answers another question: how many cases in all let a candidate without a loss pass four times in five.
 """
 
 from __future__ import annotations

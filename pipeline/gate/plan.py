@@ -33,6 +33,7 @@ ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model i
 POWER = 0.8  # that a candidate without a loss passes
 _ALIKE = 1.05  # times: a perplexity's room follows both sides', which differ little
 _MOST = 1_000  # times as many cases: more is no plan
+_LEGEND = "can prove, cases in all: for a candidate without a loss, which then passes four times in five"  # POWER
 
 
 @dataclass(frozen=True)
@@ -324,14 +325,14 @@ def list_impossible(rows: Sequence[PlanRow]) -> list[str]:
 
 def render_plan(rows: Sequence[PlanRow]) -> str:
     """Write the plan as a table for a terminal."""
-    head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
+    head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases in all", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
     problems = [
         f"{'impossible' if row.is_sure else 'unlikely'}{'' if row.is_needed else ', and stops no release'}: {problem}"
         for row in rows
         for problem in list_impossible([row])
     ]
-    return "\n".join(align_columns(table) + problems + _describe_release(rows))
+    return "\n".join([*align_columns(table), _LEGEND, *problems, *_describe_release(rows)])
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> list[str]:

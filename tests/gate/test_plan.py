@@ -229,7 +229,7 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
 )
 def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: int, said: str) -> None:
     child = subprocess.run([sys.executable, "scripts/plan.py", *argv], cwd=ROOT, capture_output=True, text=True)
-    assert child.returncode == code and said in child.stdout + child.stderr and "cases for it" not in child.stdout
+    assert child.returncode == code and said in child.stdout + child.stderr and "cases in all" not in child.stdout
 
 
 def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path: Path) -> None:
@@ -261,6 +261,13 @@ def test_a_perplexity_that_is_all_room_is_proven_whenever_there_are_documents_en
     row = next(row for row in plan_gate(params, {}, last) if row.metric == "prose/perplexity_per_token")
     seen = next(c for c in last.verdicts[0].comparisons if c.metric == row.metric)
     assert row.power == 1.0 and row.provable == row.least == pytest.approx(seen.high - seen.harm, rel=0.05)
+
+
+def test_the_cases_of_a_plan_and_of_a_verdict_say_what_they_are_for() -> None:
+    """Of one bucket a report asked for 79 more cases and the plan for 257, and neither said by which question."""
+    (head, *_, last) = render_plan(plan(on_inconclusive="warn")).splitlines()
+    assert "  cases in all  " in head
+    assert last == "can prove, cases in all: for a candidate without a loss, which then passes four times in five"
 
 
 def test_a_release_is_said_to_pass_as_often_as_all_of_its_metrics() -> None:
