@@ -139,9 +139,9 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
     """
     start = time.monotonic()
     with lock_project():
-        run_env()
-        params = load_params()
+        params = load_params()  # stage `env` would tell a mistake there too, and then that it failed
         candidates = choose_candidates(params, names)
+        run_env()
         watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
         num_jobs = num_jobs or count_jobs(params, candidates.values())
         with View(ENV / "progress.jsonl", start=start) as view, end_on_sigterm(view):

@@ -293,11 +293,28 @@ def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
         prefetch.prefetch([], 1)
 
 
-def test_nothing_is_made_where_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_made_where_the_environment_is_refused(
+    params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefetch, "load_params", lambda: params)
     monkeypatch.setattr(prefetch, "read_own_commands", lambda *_: ["exit 1"])
     with pytest.raises(Exception, match="^stage env: failed, as said above; nothing was made$"):
         prefetch.prefetch([], 1)
+
+
+@pytest.mark.parametrize("command", ["prefetch", "repro"])
+def test_a_mistake_in_the_settings_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    """`prefetch` said after it that stage env had failed, as if there were another fault."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "params.yaml").read_text()
+    Path("params.yaml").write_text(text.replace("  agent-again:", "  agent-again: {steps: []}\n  agent-again:", 1))
+    monkeypatch.setattr(prefetch, "read_own_commands", lambda *_: ["echo stage env ran >&2; exit 1"])
+    assert main([command]) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("quantgate: params.yaml: not valid YAML: line ") and 'duplicate key "agent-again"' in line
 
 
 def test_what_a_run_took_counts_stage_env(params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
