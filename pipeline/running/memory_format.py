@@ -8,14 +8,13 @@ none.
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
+
+from pipeline.running.quiet import catch_output
 
 
 def count_reorders(log: str, weights: Collection[tuple[int, ...]]) -> int:
@@ -35,18 +34,10 @@ def count_reorders(log: str, weights: Collection[tuple[int, ...]]) -> int:
 
 def log_onednn(call: Callable[[], Any]) -> str:
     """Return what oneDNN logs of a call in this process; nothing on a machine without it."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1)
-        try:
-            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-                call()
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    lines: list[bytes] = []
+    with catch_output(1, lines), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        call()
+    return b"".join(lines).decode(errors="replace")
 
 
 def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
+from pipeline.running.quiet import prepare_profiler
 
 TRACES = "traces"  # folder inside an evaluation's
 SUFFIX = ".json.gz"
@@ -32,6 +33,7 @@ def start_profiler() -> Any:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    prepare_profiler(*activities)
     # a server generates in another thread than the one that starts the profiler
     profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()

@@ -7,7 +7,6 @@ for a shape, it multiplies otherwise, which emulates INT8.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +14,8 @@ from typing import Any
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+
+from pipeline.running.quiet import silence_profiler
 
 _INTEGER_PRODUCT = "aten::_int_mm"
 
@@ -29,7 +30,7 @@ def count_products(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any] 
     if not layers:
         return None
     calls: Counter[str] = Counter()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler says on stderr that it starts and stops
+    silence_profiler()
     with ExitStack() as stack:
         for name in layers:
             hook = module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))

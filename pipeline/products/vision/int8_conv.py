@@ -20,7 +20,6 @@ float32. Not covered: INT8 between layers, transposed, 1d and 3d convolutions, a
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.errors import CheckpointError
 from pipeline.products.vision.conv_policy import list_convolutions
 from pipeline.running.memory_format import log_onednn
+from pipeline.running.quiet import silence_profiler
 
 SCALE, INPUT_SCALE, INPUT_ZERO_POINT = "weight_scale", "input_scale", "input_zero_point"
 MAX_INPUT = 255  # uint8
@@ -174,7 +174,7 @@ def read_kernels(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any] | 
     num_layers = sum(isinstance(part, Int8Conv2d) for part in module.modules())
     if not num_layers:
         return None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler says on stderr that it starts and stops
+    silence_profiler()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     counts = {event.key: event.count for event in profiler.key_averages()}
