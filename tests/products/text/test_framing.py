@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,6 +140,30 @@ def test_a_document_is_predicted_behind_one_bos_as_a_float64_loop_says(setup: Se
         assert record.scores["num_tokens"] == len(tokens)
         expected = sum_nll(setup.client.model, setup.bos, tokens)
         assert abs(record.scores["nll_nats"] - expected) < MAX_DIFFERENCE_NATS * len(tokens), text
+
+
+def test_other_evals_go_on_while_arrays_are_written(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 MiB take most of a second, which the latencies of all that was asked then would have in them."""
+    went_on = threading.Event()
+    write_documents(tmp_path / "set", {"prose": DOCUMENTS})
+    settings = PerplexityEval(kind="perplexity", evalset=str(tmp_path / "set"))
+
+    async def score() -> None:
+        loop = asyncio.get_running_loop()
+
+        def write(path: Path, encoded: list[str]) -> None:
+            loop.call_soon_threadsafe(went_on.set)
+            assert went_on.wait(5) and len(encoded) == len(DOCUMENTS)
+
+        monkeypatch.setattr(perplexity, "_write_arrays", write)
+        context = setup.make_context(tmp_path, settings)
+        with context.journal:
+            await perplexity.evaluate(context)
+
+    asyncio.run(score())
+    assert went_on.is_set()
 
 
 def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[Any]:
