@@ -91,10 +91,8 @@ class Trial:
     def start(self) -> None:
         """Start the stage."""
         command = [sys.executable, "-m", "stages.evaluate", self.candidate]
-        path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.driver = subprocess.Popen(
-            command, cwd=self.folder, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
-        )
+        environment = os.environ | import_first(self.folder)
+        self.driver = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True)
 
     def wait_for_entries(self) -> None:
         """Wait until some shard with cases is finished, which leaves others."""
@@ -131,6 +129,11 @@ class Trial:
                 if is_finished and any(b'"record":{' in data for data in entries):
                     found.append(path.parent)
         return found
+
+
+def import_first(folder: Path) -> dict[str, str]:
+    """Return the environment variable by which Python looks into a folder before those it looks into now."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def list_replicas() -> list[int]:
@@ -288,8 +291,7 @@ def break_library(trial: Trial) -> int:
     broken.mkdir()
     for name in ("transformers", "diffusers"):
         (broken / f"{name}.py").write_text(f"raise ImportError('{name} is broken here')\n", encoding="utf-8")
-    path = os.pathsep.join([str(broken), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with trial.start_cluster(env_vars={"PYTHONPATH": path}):
+    with trial.start_cluster(env_vars=import_first(broken)):
         trial.start()
         return trial.finish()
 
