@@ -15,6 +15,7 @@ gate's matter. An emulated policy has no speed of its own (`benchmarks/winograd_
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -225,7 +226,7 @@ def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     networks = {"last": load(serving), "first": load(serving.model_copy(update={"channels_last": False}))}
     weights = {tuple(parameter.shape) for parameter in eager.module.parameters()}
     x = {name: network.prepare(pixels) for name, network in networks.items()}
-    with keep_nobody_waiting():
+    with keep_nobody_waiting() if serving.compile_mode else contextlib.nullcontext():
         for name, network in networks.items():
             network.run(x[name])  # compiles, and reorders weights
     return {

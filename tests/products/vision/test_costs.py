@@ -334,6 +334,13 @@ def test_others_go_on_while_something_is_compiled(tmp_path: Path, monkeypatch: p
     assert entered == ["in", "out"] * 2  # it is compiled anew to follow its memory format
 
 
+def test_what_is_not_compiled_keeps_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs for a moment, and would wait for all timings before it comes in again."""
+    monkeypatch.setattr(costs, "keep_nobody_waiting", lambda: pytest.fail("gave its turn back"))
+    found = measure_all(make_load(tmp_path), NetworkServing(channels_last=True), PIXELS, PIXELS[:1], [PIXELS])
+    assert found["layout"]["num_reorders"].keys() == {"last", "first"}
+
+
 @pytest.mark.slow
 def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
     """A network that is compiled anew for its own shape alone is faster than the one that serves."""
