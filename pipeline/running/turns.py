@@ -1,10 +1,11 @@
 """Turns of processes that work side by side: what is timed has the machine to itself, and all else shares it.
 
-A task has a turn beside those of other processes (`share_machine`). For what it times it waits until nobody else has
-one, and keeps others from beginning anew (`have_machine_alone`). All that wait for that follow each other before others
-go on: to wait until the machine is empty may take longer than what is timed. Where a task does something for minutes,
-such as compiling, those who want to be alone wait until it has ended, and meanwhile keep nobody from a turn
-(`keep_nobody_waiting`). A process that dies gives its turn back.
+A task takes a turn, which several may have at once (`share_machine`). To time something, a task waits until no other
+has a turn, and none gets one until it is done (`have_machine_alone`). All tasks that wait for this have the machine one
+after the other before any new turn: to wait until it is empty may take longer than what is timed. A task that does
+something for minutes, such as compiling, says so (`keep_nobody_waiting`): who wants the machine alone waits for its
+end, and until then others get turns all the same. A process that dies gives its turn back.
+
 Not covered: what takes no turns, such as servers, the loading of weights and whole steps that have no batches.
 """
 
@@ -17,16 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-_own = threading.local()  # `turn`: that of the task at work in this thread
+_own = threading.local()  # `turn`: that of this thread's task; None while it is alone or does something long
 
 
 class _Turn(NamedTuple):
-    """Locks that all open, whose holders are as follows.
+    """The locks of a folder, as one task has them open.
 
     Attributes:
-        room: shared, who has a turn beside others; alone, who has the machine alone.
-        door: shared, who is alone or waits for the room to be; alone, for a moment, who comes in beside others.
-        long: shared, who does something long. It is not in the room, so that who is shut out waits for the room alone.
+        room: held shared by each task that has a turn; held alone by the one that has the machine alone.
+        door: held shared by who has the machine alone or waits for the room to be empty; held alone, for a moment, by
+            who comes in. So nobody comes in while anybody is alone or about to be.
+        long: held shared by who does something long, who is not in the room meanwhile. The door is shut only while
+            nobody holds it, so who is kept out never waits for something long.
     """
 
     room: IO[str]
@@ -36,7 +39,7 @@ class _Turn(NamedTuple):
 
 @contextlib.contextmanager
 def share_machine(folder: Path) -> Iterator[None]:
-    """Wait for a turn beside others, and have it for the block.
+    """Wait for a turn, and have it for the block, as others may at the same time.
 
     Args:
         folder: of the locks, the same for all that share a machine.
@@ -54,9 +57,10 @@ def share_machine(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def have_machine_alone() -> Iterator[None]:
-    """Give a turn that is shared back, and have one alone for the block; a task without a turn has no others to fear.
+    """Give the task's turn back, have the machine alone for the block, and then wait for a turn again.
 
-    Asked again within the block, it does nothing. Of several that wait, none has a turn that another waits for.
+    Turns are given back first, so that several that want this do not wait for each other's. It does nothing in a task
+    that takes no turns, within a block of its own, and within `keep_nobody_waiting`.
     """
     with _leave_room() as turn:
         if turn is None:
@@ -74,9 +78,10 @@ def have_machine_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_nobody_waiting() -> Iterator[None]:
-    """Have others go on for the block, which takes long, while somebody waits to be alone until it has ended.
+    """Give the task's turn back for the block, which takes long, and then wait for a turn again.
 
-    Within the block nothing is timed alone.
+    Who wants the machine alone waits until the block has ended, and until then keeps nobody else from a turn. It does
+    nothing in a task that takes no turns, and within `have_machine_alone`.
     """
     with _leave_room() as turn:
         if turn is None:
@@ -91,7 +96,7 @@ def keep_nobody_waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_room() -> Iterator[_Turn | None]:
-    """Yield the task's turn, given back for the block; None where it has none."""
+    """Yield the locks of the task's turn, which is given back for the block; None where it has no turn."""
     turn: _Turn | None = getattr(_own, "turn", None)
     if turn is None:
         yield None
@@ -106,14 +111,14 @@ def _leave_room() -> Iterator[_Turn | None]:
 
 
 def _come_in(turn: _Turn, lock: IO[str]) -> None:
-    """Share a lock, when nobody is alone or waits for the room to be empty."""
+    """Wait until nobody is alone or waits for the room to be empty, and hold a lock shared."""
     fcntl.flock(turn.door, fcntl.LOCK_EX)
     fcntl.flock(lock, fcntl.LOCK_SH)
     fcntl.flock(turn.door, fcntl.LOCK_UN)
 
 
 def _shut_door(turn: _Turn) -> bool:
-    """Keep others from coming in, unless something long is at work, which may have begun before; say whether."""
+    """Keep others from coming in, unless somebody does something long; return whether they are kept out."""
     fcntl.flock(turn.door, fcntl.LOCK_SH)
     try:
         fcntl.flock(turn.long, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,5 +130,6 @@ def _shut_door(turn: _Turn) -> bool:
 
 
 def _wait_for_long(turn: _Turn) -> None:
+    """Wait until nobody does something long; others may begin to at once."""
     fcntl.flock(turn.long, fcntl.LOCK_EX)
     fcntl.flock(turn.long, fcntl.LOCK_UN)
