@@ -495,7 +495,7 @@ def test_a_cluster_that_is_not_there_is_said_once_and_before_any_work(
         View(tmp_path / "facts") as view,
         pytest.raises(SettingsError, match=r"^execution\.kind: ray is not installed; `pip install"),
     ):
-        prefetch._make_all(ask, unused, {"shots": params.products["shots"]}, share, view)
+        prefetch._make_all(ask, unused, {"shots": params.products["shots"]}, share, view, None)
     assert asked == ["optimize@shots"]
 
 

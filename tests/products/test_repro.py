@@ -143,10 +143,10 @@ def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     """Nor is it asked again: DVC ends at the first gate that fails."""
 
     def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
-        for name, outcome in {"people": "failed", "upscaler": "done"}.items():
+        for name, code in {"people": 255, "upscaler": 0}.items():
             judge.settled += [f"evaluate@{name}", f"gate@{name}"]
-            judge.codes[name] = 255 if outcome == "failed" else 0
-            judge.steps[f"gate@{name}"] = Step(f"gate@{name}", 1, 0.0, outcome=outcome)
+            judge.codes[name] = code
+            judge.steps[f"gate@{name}"] = Step(f"gate@{name}", 1, 0.0, outcome="failed" if code else "done")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
     due = ["env", "evaluate@people", "gate@people", "evaluate@upscaler", "gate@upscaler", "gate@agent"]
