@@ -139,7 +139,7 @@ def _list_start_options() -> dict[str, str]:
 
 
 def repro(options: argparse.Namespace) -> int:
-    """Run every stage that is out of date: candidates side by side, then `dvc repro`, whose exit code is returned."""
+    """Run every stage that is out of date: candidates side by side, judged as they are made; return `dvc repro`'s code."""
     from pipeline.products.repro import repro as run_all
 
     gc.enable()
@@ -295,7 +295,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     own.add_argument("product", nargs="?", metavar="PRODUCT", help="of params.yaml; needed where there are several")
     own.set_defaults(run=gate)
     whole = commands.add_parser("repro", help="run every stage that is out of date, to the verdict, in one view")
-    whole.description = "As `quantgate prefetch` and then `dvc repro`, whose exit code is this one's."
+    whole.description = (
+        "Candidates as `quantgate prefetch` makes them, each product judged as soon as its own are made; then `dvc repro`, "
+        "whose exit code is this one's."
+    )
     whole.add_argument("names", nargs="*", metavar="PRODUCT", help="of params.yaml; none: all")
     whole.set_defaults(run=repro)
     ahead = commands.add_parser("prefetch", help="make and evaluate what is out of date, several candidates at once")

@@ -44,7 +44,10 @@ def _list_others(product: Product, evalsets: Mapping[str, Evalset], last: Judgem
 
     Of an lm-eval task the digest kept is lm-eval's, and before judgements kept any, there was none: their number tells.
     """
-    counts = {c.metric.partition("/")[0]: c.n for v in last.verdicts for c in v.comparisons if c.bucket is None}
+    counts: dict[str, int] = {}  # the most that a metric counts: one may leave cases out
+    for comparison in (c for v in last.verdicts for c in v.comparisons if c.bucket is None):
+        name = comparison.metric.partition("/")[0]
+        counts[name] = max(counts.get(name, 0), comparison.n)
     kept = {name: last.cases.get(name) for name in evalsets if hasattr(product.evals[name], "evalset")}
     return [
         name

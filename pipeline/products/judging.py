@@ -1,7 +1,9 @@
 """Judge a product as soon as its candidates are made, while those of other products are still worked on.
 
-DVC notes what was made, and runs the product's own stages that are out of date. Products whose kind has servers wait
-for all others: their speed is measured with the machine to itself, and servers take no turns.
+DVC notes what was made, and a child of it runs the product's own stages that are out of date, named one by one. Another
+`dvc repro` has the last word when all candidates are made: it finds these stages as they should be, or runs again what
+is amiss. Products whose kind has servers wait for that: their speed is measured with the machine to itself, and servers
+take no turns. So do those without a new candidate, and those with one that DVC could not note.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -30,16 +33,17 @@ from pipeline.running.staleness import note_runs
 from pipeline.running.turns import keep_nobody_waiting, share_machine
 from pipeline.settings.base import Product
 
-DVC_REPRO = (sys.executable, "-m", "dvc", "repro", "--single-item")  # the stages that are named, in their order
+DVC_REPRO = (sys.executable, "-m", "dvc", "repro", "--wait-for-lock")  # others of the run note what they have made
+_STAGES = ("benchmark", "compare", "track", "gate", "release")  # of a product
 
 
 class EarlyJudge:
     """Judges products of one run; several threads may have it judge, each another product.
 
     Attributes:
-        settled: stages that need no other DVC: what was made ahead is noted, products are judged.
-        codes: DVC's exit code for each product that was judged; any but 0: a stage failed, the gate in most cases.
-        steps: that these products took, by name.
+        passed: names of products whose stages all ended well.
+        failed: those of which one did not, the gate in most cases.
+        steps: that these took, by name.
     """
 
     def __init__(self, view: View, due: Sequence[str]) -> None:
@@ -51,23 +55,21 @@ class EarlyJudge:
         """
         self._view, self._due = view, due
         self._children: set[subprocess.Popen[str]] = set()
-        self._noting = threading.Lock()
-        self.settled: list[str] = []
-        self.codes: dict[str, int] = {}
+        self._noting, self._starting = threading.Lock(), threading.Lock()
+        self._has_ended = False
+        self.passed: list[str] = []
+        self.failed: list[str] = []
         self.steps: dict[str, Step] = {}
 
     def list_steps(self, product: Product) -> list[str]:
-        """Return the stages of a product itself that are out of date; none where it has to wait for all others.
-
-        Nor where no candidate of it is made in this run.
-        """
+        """Return the stages of a product itself that are out of date; none where it waits for all others."""
         if KINDS[product.kind].has_servers or not self._list_made(product):
             return []
-        own = (name.partition("@") for name in self._due)
-        return [f"{stage}@{name}" for stage, _, name in own if name == product.name and stage not in STAGES]
+        wanted = [f"{stage}@{product.name}" for stage in _STAGES]
+        return [name for name in self._due if name in wanted]
 
     def judge(self, product: Product, gpus: str | None) -> None:
-        """Have DVC judge a product whose candidates are made; what it can't note of these is left to a later one.
+        """Have DVC judge a product whose candidates are made; what it can't note of these is left to the last one.
 
         Args:
             product: all of whose candidates are made.
@@ -75,21 +77,26 @@ class EarlyJudge:
         """
         steps = self.list_steps(product)
         if not steps or not self._note(product):
-            self._view.finish(product.name)
+            self._view.finish(steps)
             return
         # minutes, perhaps: whoever wants the machine alone waits, and has all others go on
         with share_machine(TURNS), keep_nobody_waiting():
             code = self._run(steps, product.name, {} if gpus is None else {VISIBLE: gpus})
-        self.settled += steps
-        self.codes[product.name] = code
-        self.steps |= self._view.finish(product.name, "failed" if code else "done")
-        stopped = f"{product.name}: stopped, as said above ({product.reports / REPORT_FILE}); the others go on"
-        self._view.say(stopped if code else describe_pass(product))
+            if self._has_ended:
+                self._view.finish(steps, "interrupted")
+                return
+            begun = self._view.finish(steps, "failed" if code else "done")
+            self.steps |= begun
+            (self.failed if code else self.passed).append(product.name)
+            self._view.say(_describe_failure(product, begun) if code else describe_pass(product))
 
     def end(self) -> None:
-        """End what DVC has at work."""
-        for child in list(self._children):
-            child.terminate()
+        """End what DVC has at work, as Ctrl-C does, and begin nothing more."""
+        with self._starting:
+            self._has_ended = True
+            for child in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGINT)
 
     def _list_made(self, product: Product) -> list[str]:
         wanted = {f"{stage}@{name}" for stage in STAGES for name in product.candidates}
@@ -100,24 +107,44 @@ class EarlyJudge:
         made = self._list_made(product)
         try:
             with self._noting:
-                self.settled += note_made(made, dict.fromkeys(product.candidates, product))
+                noted = note_made(made, dict.fromkeys(product.candidates, product))
         except EvidenceError as error:
             self._view.say(f"{product.name}: {format_line(str(error))}")
             return False
-        return all(name in self.settled for name in made if not name.startswith("optimize@"))
+        return all(name in noted for name in made if not name.startswith("optimize@"))  # one may be restored
 
     def _run(self, steps: Sequence[str], name: str, environment: Mapping[str, str]) -> int:
         """Run DVC; show what its stages say behind the name of the product; return its exit code."""
-        command = [*DVC_REPRO, "--quiet", *steps]
+        command = [*DVC_REPRO, "--quiet", "--single-item", *steps]
         environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1", WARNED: "1"}
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        with subprocess.Popen(command, env=environment, **output) as child:  # type: ignore[call-overload]
+        with self._starting:
+            if self._has_ended:
+                return -signal.SIGINT
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                process_group=0,  # with its stages, which `end` reaches so
+            )
             self._children.add(child)
+        with child:
             for line in child.stdout or ():
                 self._view.show(f"{name}: {line.rstrip()}")
-            code: int = child.wait()
+            code = child.wait()
+        with self._starting:
             self._children.discard(child)
         return code
+
+
+def _describe_failure(product: Product, begun: Mapping[str, Step]) -> str:
+    """Return which stage stopped a product: a report is there only where it is the gate."""
+    failed = next((name for name, step in begun.items() if step.outcome == "failed"), "DVC")
+    if failed == f"gate@{product.name}":
+        return f"{product.name}: stopped by its gate, as said above ({product.reports / REPORT_FILE}); the others go on"
+    return f"{product.name}: not judged yet, as {failed} failed; the others go on, and it is tried again after them"
 
 
 def note_made(names: Sequence[str], candidates: Mapping[str, Product]) -> list[str]:
@@ -138,7 +165,7 @@ def note_made(names: Sequence[str], candidates: Mapping[str, Product]) -> list[s
             works[name] = work
     note_runs(works)
     for work in works.values():  # no stage will take it over
-        work.seal.unlink()
+        work.seal.unlink(missing_ok=True)
         shutil.rmtree(work.folder, ignore_errors=True)
     return list(works)
 

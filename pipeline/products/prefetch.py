@@ -157,6 +157,9 @@ class Judge(Protocol):
     def judge(self, product: Product, gpus: str | None) -> None:
         """Do it, on the GPUs that CUDA_VISIBLE_DEVICES would name; None: all of this process."""
 
+    def end(self) -> None:
+        """End what is at work, and begin nothing more."""
+
 
 def make_ahead(view: View, candidates: Mapping[str, Product], share: Share, judge: Judge | None = None) -> None:
     """Make and evaluate candidates where DVC would.
@@ -303,21 +306,24 @@ def _make_all(
 
     def make(name: str) -> bool:
         place, product = places.get(), candidates[name]
-        order = share.give(name, product, place)
         try:
-            is_made = _make_candidate(ask, workshop, first[name], order)
-        except EvidenceError as error:  # DVC can't say
-            view.say(f"{name}: {format_line(str(error))}")
-            is_made = False
-        for step in planned[name]:
-            view.drop(step)
-        if judge and is_made and rest.is_last(product):
-            judge.judge(product, order.gpus)
-        places.put(place)
-        return is_made
+            order = share.give(name, product, place)
+            is_made = _make_one(ask, workshop, view, first[name], order)
+            for step in planned[name]:
+                view.drop(step)
+            if judge and is_made and rest.is_last(product):
+                judge.judge(product, order.gpus)
+            return is_made
+        finally:
+            places.put(place)
 
     with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
-        is_made = list(pool.map(make, first))
+        try:
+            is_made = list(pool.map(make, first))
+        except KeyboardInterrupt:
+            if judge:
+                judge.end()  # the pool waits for it
+            raise
     return [name for name, made in zip(first, is_made, strict=True) if not made]
 
 
@@ -353,17 +359,21 @@ def _order(candidates: Mapping[str, Product]) -> list[str]:
 
 
 def _find_first_stage(ask: Ask, name: str) -> str | None:
-    """Return the first stage of a candidate that DVC would run; None: none, or its cache has what they make."""
+    """Return the first stage of a candidate that DVC would run; None: none, and what its cache has is in place."""
     return next((stage for stage in STAGES if ask(f"{stage}@{name}") == "run"), None)
 
 
-def _make_candidate(ask: Ask, workshop: _Workshop, first: str, order: Order) -> bool:
+def _make_one(ask: Ask, workshop: _Workshop, view: View, first: str, order: Order) -> bool:
     """Make a candidate, and evaluate it where DVC would, now that it is made; say whether that worked."""
     if first == "optimize":
         if not workshop.run(replace(order, stage="optimize")):
             return False
-        if ask(f"evaluate@{order.candidate}") != "run":
-            return True
+        try:
+            if ask(f"evaluate@{order.candidate}") != "run":
+                return True
+        except EvidenceError as error:  # DVC can't say
+            view.say(f"{order.candidate}: {format_line(str(error))}")
+            return False
     return workshop.run(replace(order, stage="evaluate"))
 
 

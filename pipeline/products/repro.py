@@ -2,9 +2,9 @@
 
 Candidates are made side by side (`prefetch.py`), and DVC notes them in dvc.lock and its cache, those of a product at
 once: else it would start a process for each, to take over what is there. Products are judged as soon as theirs are made
-(`judging.py`). Then DVC judges the others, and makes what could not be noted. It runs as a process of its own, and is
-told each stage: which are out of date, its API said ahead. What it prints is passed on and not read, as each stage says
-itself that it begins. Where none is out of date, DVC is not run. The verdicts come last.
+(`judging.py`). Then `dvc repro` judges the others, and makes what could not be noted. It runs as a process of its own.
+What it prints is passed on and not read: which stages are out of date, DVC's API says ahead, and each stage says itself
+that it begins. Where none is, DVC is not run. The verdicts come last.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, QuantgateError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
 from pipeline.products.inputs import WARNED
 from pipeline.products.judging import DVC_REPRO, EarlyJudge, describe_pass, note_made
 from pipeline.products.params import get_product, load_params
-from pipeline.products.prefetch import ENV_STAGE, STAGES, make_ahead, open_run
+from pipeline.products.prefetch import ENV_STAGE, STAGES, Share, make_ahead, open_run
 from pipeline.records.record_files import read_record
 from pipeline.report.terminal import render_gate
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Phase, Step
-from pipeline.running.staleness import list_due, note_runs
+from pipeline.running.staleness import list_due
 from pipeline.settings.base import Product
 
 
 def repro(names: Sequence[str], num_jobs: int | None) -> int:
-    """Run what is out of date; return the exit code of `dvc repro`.
+    """Run what is out of date; return the exit code of `dvc repro`, which has the last word on all of it.
 
     Args:
         names: of products; none: all.
@@ -45,25 +45,56 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
     products = [get_product(params, name, kind=Product) for name in names or params.products]
     targets = [f"release@{product.name}" for product in products] if names else []
     with open_run(names, num_jobs) as (view, candidates, share):
-        due = [name for name in list_due(targets) if name != ENV_STAGE]  # `open_run` has run it
+        due = list_due(targets)
         judge = EarlyJudge(view, due)
-        if ahead := [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]:
+        ahead = [name for name in due if share.num_jobs and name.partition("@")[0] in STAGES]
+        rest = [name for name in due if name not in ahead]
+        if ahead:
             early = {step for product in candidates.values() for step in judge.list_steps(product)}
-            view.later = _plan(view, [name for name in due if name not in ahead and name not in early]).predict()
-            with end_on_sigterm(view, judge.end):
-                make_ahead(view, candidates, share, judge)
-            judge.settled += note_made(ahead, candidates)
-        rest = [name for name in due if name not in judge.settled]
-        phase = _plan(view, rest)
-        code = _run_dvc(view, phase, rest) if rest else 0
-        if due:
-            note_runs([ENV_STAGE])
-        else:
+            view.later = _plan(view, [name for name in rest if name not in early]).predict()
+            _make_and_judge(view, candidates, share, judge, products)
+            note_made(ahead, candidates)
+        if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
-    code = code or max(judge.codes.values(), default=0)
-    for line in _conclude(judge.steps | phase.steps, products, has_failed=code != 0):
+            code, steps = 0, dict[str, Step]()
+        else:
+            code, steps = _judge_rest(view, rest, products, targets, judge)
+    for line in _conclude(judge.steps | steps, products, has_failed=code != 0):
         print(line, flush=True)
     return code
+
+
+def _make_and_judge(
+    view: View, candidates: Mapping[str, Product], share: Share, judge: EarlyJudge, products: Sequence[Product]
+) -> None:
+    """Make the candidates, and judge products; where some failed, say last how those ended that were judged."""
+    try:
+        with end_on_sigterm(view, judge.end):
+            make_ahead(view, candidates, share, judge)
+    except QuantgateError:
+        for line in _conclude(judge.steps, products, has_failed=True):
+            view.say(line)
+        raise
+
+
+def _judge_rest(
+    view: View, rest: Sequence[str], products: Sequence[Product], targets: Sequence[str], judge: EarlyJudge
+) -> tuple[int, dict[str, Step]]:
+    """Run `dvc repro`, which ends at the first stage that fails: where one has already, the other products come first.
+
+    Returns:
+        Its exit code, and the steps that ran.
+    """
+    others = [f"release@{product.name}" for product in products if product.name not in judge.failed]
+    code, steps = 0, dict[str, Step]()
+    for wanted in [others, targets] if judge.failed and others else [targets]:
+        left = [name for name in rest if name not in steps and name.partition("@")[2] not in judge.passed]
+        if wanted is others:
+            left = [name for name in left if name.partition("@")[2] not in judge.failed]
+        phase = _plan(view, left)
+        code = _run_dvc(view, phase, wanted) or code
+        steps |= phase.steps
+    return code, steps
 
 
 def _plan(view: View, names: Sequence[str]) -> Phase:
@@ -92,9 +123,9 @@ def _render_verdict(product: Product) -> str:
     return ""
 
 
-def _run_dvc(view: View, phase: Phase, names: Sequence[str]) -> int:
-    """Have DVC run stages, in this order, as the second phase."""
-    command = [*DVC_REPRO, *names]
+def _run_dvc(view: View, phase: Phase, targets: Sequence[str]) -> int:
+    """Run `dvc repro` as a phase."""
+    command = [*DVC_REPRO, *targets]
     with view.open_phase(phase, is_last=True), _start(command, view) as child, end_on_sigterm(view, child.terminate):
         for line in child.stdout or ():
             view.show(line.rstrip("\n"))

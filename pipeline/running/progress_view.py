@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -159,11 +159,11 @@ class View:
         with self._lock:
             self._phases[-1].end(name, how)
 
-    def finish(self, owner: str, how: Ending = "done") -> dict[str, Step]:
-        """Say that a candidate or product of the phase needs no more work; return its steps by name."""
+    def finish(self, names: Collection[str], how: Ending = "done") -> dict[str, Step]:
+        """Say that of these steps of the phase none is left; return those that began, by name."""
         self.tick()
         with self._lock:
-            return self._phases[-1].finish(owner, how)
+            return self._phases[-1].finish(names, how)
 
     def drop(self, name: str) -> None:
         """Say that a step of the phase needs no work."""
@@ -251,7 +251,12 @@ class View:
 
 @contextlib.contextmanager
 def end_on_sigterm(view: View, before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Take the bars away before SIGTERM ends this process as ever; for the main thread."""
+    """Take the bars away before SIGTERM ends this process as ever; for the main thread.
+
+    Args:
+        view: of the run.
+        before: ends what would go on by itself.
+    """
 
     def leave(number: int, _: FrameType | None) -> None:
         before()

@@ -8,7 +8,7 @@ candidate or product follow each other. How long a step takes is what it took th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -162,6 +162,7 @@ class Phase:
         self.title, self.num_jobs, self.is_serial = title, num_jobs, is_serial
         self.waiting, self.steps, self.num_passed = list(planned), dict[str, Step](), 0
         self.reused: list[str] = []  # what needed no step, for the summary
+        self._of_dvc = set[str]()  # steps that nobody but their own process said to begin
         self._last, self._clock = last, clock
 
     @property
@@ -205,17 +206,15 @@ class Phase:
         if how == "done" and not (step.num_kept or step.is_taken):
             self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
 
-    def finish(self, owner: str, how: Ending = "done") -> dict[str, Step]:
-        """Say that a candidate or product needs no more work: what it has at work ends; return its steps by name."""
-        self._end_running(owner, how)
-        for name in [name for name in self.waiting if name.partition("@")[2] == owner]:
+    def finish(self, names: Collection[str], how: Ending = "done") -> dict[str, Step]:
+        """Say that of these steps none is left, and return those that began: the others needed no work."""
+        for name in names:
             self.drop(name)
-        return {name: step for name, step in self.steps.items() if step.owner == owner}
-
-    def _end_running(self, owner: str, how: Ending) -> None:
-        for step in self.running:
-            if step.owner == owner:
+        begun = {name: step for name, step in self.steps.items() if name in names}
+        for step in begun.values():
+            if step.seconds is None:
                 self.end(step.name, how)
+        return begun
 
     def drop(self, name: str) -> None:
         """Say that a step that waits needs no work."""
@@ -227,9 +226,12 @@ class Phase:
         """Take up what a process says of its step; one that names none is no part of the run."""
         if not fact.step:
             return
-        if fact.step not in self.steps:  # a stage that DVC runs
-            self._end_running(fact.step.partition("@")[2], "done")
+        if fact.step not in self.steps:
             self.begin(fact.step)
+            for step in self.running:  # stages that DVC runs of one product: it ends one before it begins the next
+                if step.name in self._of_dvc and step.owner == self.steps[fact.step].owner:
+                    self.end(step.name)
+            self._of_dvc.add(fact.step)
         step = self.steps[fact.step]
         step.is_taken |= fact.is_taken
         step.cpu_s = fact.cpu_s or step.cpu_s

@@ -34,6 +34,7 @@ from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
+from dvc_data.hashfile.hash_info import HashInfo
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
@@ -151,8 +152,8 @@ def note_runs(names: Collection[str]) -> None:
 
 
 def _note_runs(repo: Repo, names: Collection[str]) -> None:
-    noted = [stage for stage in repo.index.stages if _name(stage) in names]
-    with repo.lock:
+    with repo.lock:  # read within it, too: another DVC may be writing dvc.lock
+        noted = [stage for stage in repo.index.stages if _name(stage) in names]
         for stage in noted:
             stage.save()
             stage.commit()
@@ -161,15 +162,27 @@ def _note_runs(repo: Repo, names: Collection[str]) -> None:
 
 
 def _plan(repo: Repo, stage: Stage) -> Plan:
-    """Ask as `Stage.reproduce` and `run_stage` do, which restore before they run."""
+    """Ask, and restore, as `Stage.reproduce` and `Stage.run` do."""
     with repo.lock:
         if stage.frozen or not stage.changed():
             return "skip"
         try:
-            repo.stage_cache.restore(stage)
+            if not _is_recorded(stage):
+                # without running it `restore` would look up the inputs of the last run
+                stage.save_deps()
+                for out in stage.outs:
+                    out.hash_info = HashInfo()
+            repo.stage_cache.restore(stage, dry=True)
         except RunCacheNotFoundError:
             return "run"
+        stage.remove_outs(ignore_remove=False, force=False)  # else DVC asks at the terminal whether it may
+        repo.stage_cache.restore(stage)
     return "restored"
+
+
+def _is_recorded(stage: Stage) -> bool:
+    """Say whether dvc.lock has this stage with these inputs, so that its outputs alone are missing or changed."""
+    return not stage.changed_stage() and stage.deps_cached() and all(out.hash_info for out in stage.outs)
 
 
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:

@@ -24,15 +24,16 @@ from tests.paths import ROOT
 
 DUE = ["env", "optimize@int8", "evaluate@int8", "evaluate@agent", "compare@people", "gate@people", "compare@agent"]
 DVC = """
-import os, sys, time
+import os, subprocess, sys, time
 from pipeline.running.progress import begin_step, tell_cpu
 print(*sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES", "all"), os.environ["QUANTGATE_WARNED"], flush=True)
 open("began", "w").close()
-begin_step("compare@people")
+begin_step(os.environ.get("DVC_BEGINS", "compare@people"))
 tell_cpu()
-time.sleep(float(os.environ.get("DVC_SLEEP", "0")))
+subprocess.run(["sleep", os.environ.get("DVC_SLEEP", "0")])
 open("ended", "w").close()
-sys.exit(int(os.environ.get("DVC_CODE", "0")))
+code = int(os.environ.get("DVC_CODE", "0"))
+sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
 
 
@@ -77,25 +78,39 @@ def test_dvc_notes_the_candidates_and_runs_what_is_out_of_date_of_the_product(
 ) -> None:
     early, view = judge(params, gpus="1")
     assert noted == [["optimize@int8", "evaluate@int8"]]
-    assert early.codes == {"people": 0}
-    assert early.settled == ["optimize@int8", "evaluate@int8", "compare@people", "gate@people"]
+    assert early.passed == ["people"] and not early.failed and list(early.steps) == ["compare@people"]
     said = capfd.readouterr()
-    assert said.out == "people: repro --single-item --quiet compare@people gate@people 1 1\n"
+    assert said.out == "people: repro --wait-for-lock --quiet --single-item compare@people gate@people 1 1\n"
     assert "people: passed its gate: winograd-calibrated (reports/people/report.md" in said.err
     [phase] = view._phases
     assert phase.steps["compare@people"].outcome == "done" and phase.steps["compare@people"].cpu_s > 0
 
 
-def test_a_gate_that_fails_is_said_at_once(
-    params: Params, noted: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("begun", "code", "said"),
+    [
+        ("gate@people", "255", "stopped by its gate, as said above (reports/people/report.md); the others go on"),
+        ("compare@people", "255", "not judged yet, as compare@people failed; the others go on, and it is tried again"),
+        ("compare@people", "-9", "not judged yet, as compare@people failed"),
+    ],
+)
+def test_what_stops_a_product_is_said_at_once(
+    params: Params,
+    noted: list[Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    begun: str,
+    code: str,
+    said: str,
 ) -> None:
-    monkeypatch.setenv("DVC_CODE", "255")
-    early, view = judge(params)
-    assert early.codes == {"people": 255} and early.steps["compare@people"].outcome == "failed"
-    said = capfd.readouterr()
-    assert said.out.endswith("gate@people all 1\n"), "without a share it sees all GPUs"
-    assert "people: stopped, as said above (reports/people/report.md); the others go on" in said.err
-    assert view._phases[0].steps["compare@people"].outcome == "failed"
+    """The report of a comparison that failed is the last run's."""
+    monkeypatch.setenv("DVC_CODE", code)
+    monkeypatch.setenv("DVC_BEGINS", begun)
+    early, _ = judge(params)
+    assert early.failed == ["people"] and not early.passed
+    shown = capfd.readouterr()
+    assert shown.out.endswith("gate@people all 1\n"), "without a share it sees all GPUs"
+    assert f"people: {said}" in shown.err and early.steps[begun].outcome == "failed"
 
 
 @pytest.mark.parametrize("how", ["in part", "not at all"])
@@ -109,7 +124,7 @@ def test_what_dvc_can_t_note_is_left_to_a_later_one(
 
     monkeypatch.setattr(judging, "note_made", note)
     early, _ = judge(params)
-    assert not early.codes and "compare@people" not in early.settled
+    assert not early.passed and not early.failed
     said = capfd.readouterr()
     assert not said.out and ("people: another DVC works here" in said.err) is (how == "not at all")
 
@@ -119,7 +134,7 @@ def test_a_candidate_that_dvc_restored_is_not_noted_and_keeps_nobody_waiting(
 ) -> None:
     monkeypatch.setattr(judging, "note_made", lambda made, candidates: ["evaluate@int8"])
     early, _ = judge(params)
-    assert early.codes and "optimize@int8" not in early.settled
+    assert early.passed
 
 
 def test_a_product_of_servers_waits_and_so_does_one_without_new_candidates(params: Params) -> None:
@@ -147,16 +162,24 @@ def test_whoever_wants_the_machine_alone_waits_for_it(
     thread.join()
 
 
-def test_sigterm_ends_what_dvc_has_at_work(params: Params, noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_it_takes_the_stage_of_dvc_along_and_begins_nothing_more(
+    params: Params, noted: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stage that went on by itself would write a verdict into the next run."""
     monkeypatch.setenv("DVC_SLEEP", "600")
+    people = params.products["people"]
     with View(Path("facts")) as view:
         early = EarlyJudge(view, DUE)
         with view.open_phase(view.plan("candidates", [])):
-            thread = threading.Thread(target=early.judge, args=(params.products["people"], None))
+            thread = threading.Thread(target=early.judge, args=(people, None))
             thread.start()
-            while not early._children:
+            while not Path("began").exists():
                 time.sleep(0.01)
-            [child] = early._children
             early.end()
             thread.join(60)
-    assert child.returncode and early.codes["people"] and not Path("ended").exists()
+            assert not thread.is_alive() and not Path("ended").exists()
+            Path("began").unlink()
+            early.judge(people, None)
+    assert not Path("began").exists() and not early.failed and not early.passed
+    assert "people: " not in capfd.readouterr().err.replace("progress: people: ", "")
+    assert view._phases[0].steps["compare@people"].outcome == "interrupted"

@@ -66,6 +66,9 @@ class Judge:
         assert product.name not in self.judged
         self.judged[product.name] = list(self.workshop.asked)
 
+    def end(self) -> None:
+        """Nothing is at work."""
+
 
 def make_all(
     params: Params,
@@ -157,6 +160,17 @@ def test_of_candidates_that_end_at_once_one_has_the_product_judged(params: Param
     plans = {f"evaluate@{name}": "run" for name in params.products["shots"].candidates}
     make_all(params, plans, names=["shots"], num_jobs=num_jobs, judge=judge)
     assert len(judge.judged["shots"]) == len(plans)
+
+
+def test_what_goes_wrong_in_one_thread_lets_the_others_end(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that was not given back made the run wait for ever."""
+
+    def run(workshop: Workshop, order: Order) -> bool:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Workshop, "run", run)
+    with pytest.raises(OSError, match="no memory"):
+        make_all(params, {f"evaluate@{name}": "run" for name in ("people", "int8", "compiled")})
 
 
 def test_as_many_as_asked_work_at_once_and_share_the_machine(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:

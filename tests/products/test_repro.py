@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.errors import SettingsError
+from pipeline.errors import QuantgateError, SettingsError
 from pipeline.products import judging, repro
 from pipeline.products.inputs import WARNED
 from pipeline.products.params import load_params
@@ -27,11 +27,13 @@ from stages import env
 from tests.paths import ROOT
 
 DUE = ["env", "optimize@people", "evaluate@people", "compare@people", "gate@people"]
+WAITING = "repro --wait-for-lock"
 DVC = """
 import os, sys
 from pipeline.running.progress import begin_step
 assert os.environ["QUANTGATE_WARNED"], "warnings were said before all work"
-begin_step(sys.argv[-1])
+for name in ("env", "gate@people"):
+    begin_step(name)
 print("Running", *sys.argv[1:], flush=True)
 sys.exit(int(os.environ["DVC_CODE"]))
 """
@@ -58,8 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share, judge: made.append(view.later))
     monkeypatch.setattr(judging, "digest_inputs_now", lambda work: "")
     monkeypatch.setattr(judging, "put_back", keep_optimised)
-    for module in (judging, repro):
-        monkeypatch.setattr(module, "note_runs", lambda works: made.append([*works]))
+    monkeypatch.setattr(judging, "note_runs", lambda works: made.append([*works]))
     return made
 
 
@@ -75,13 +76,12 @@ def test_candidates_are_made_ahead_and_then_dvc_runs_to_the_release(
     asked: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert repro.repro(["people"], 2) == 0
-    assert asked[0].num_unknown == 0, "people is judged in the first phase, if all of it can be noted"
-    assert asked[1:] == [["optimize@people"], ["env"]], "what is not whole is left to its stage"
+    assert asked[0].num_unknown == 1, "people is judged in the first phase, if all of it can be noted"
+    assert asked[1:] == [["optimize@people"]], "what is not whole is left to its stage"
     assert [path.name for path in Path("build/people/prefetched/optimize").iterdir()] == []
     assert sorted(path.name for path in Path("build/people/prefetched/evaluate").iterdir()) == ["people", "people.json"]
     shown = capfd.readouterr()
-    rest = "evaluate@people compare@people gate@people"
-    assert shown.out.splitlines()[:-1] == [f"Running repro --single-item {rest}"], "in the order of DVC"
+    assert shown.out.splitlines()[:-1] == [f"Running {WAITING} release@people"]
     assert "gate 0.0" in shown.err and "failed" not in shown.err
 
 
@@ -122,7 +122,7 @@ def test_dvc_runs_where_any_stage_is_out_of_date(
     assert repro.repro(["people"], 2) == 0
     shown = capfd.readouterr()
     is_run = "gate@people" in due
-    assert ("Running repro" in shown.out, "nothing is out of date" in shown.err) == (is_run, not is_run)
+    assert (f"Running {WAITING}" in shown.out, "nothing is out of date" in shown.err) == (is_run, not is_run)
     assert shown.out.splitlines()[-1].startswith(f"people: passed its gate{'' if is_run else ' before'}: ")
 
 
@@ -140,26 +140,39 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
 def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it asked again: DVC ends at the first gate that fails."""
+    """DVC ends at the first gate that fails."""
 
     def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
-        for name, code in {"people": 255, "upscaler": 0}.items():
-            judge.settled += [f"evaluate@{name}", f"gate@{name}"]
-            judge.codes[name] = code
-            judge.steps[f"gate@{name}"] = Step(f"gate@{name}", 1, 0.0, outcome="failed" if code else "done")
+        judge.failed.append("people")
+        judge.passed.append("upscaler")
+        judge.steps["gate@people"] = Step("gate@people", 1, 0.0, outcome="failed")
+        judge.steps["gate@upscaler"] = Step("gate@upscaler", 1, 0.0, outcome="done")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
-    due = ["env", "evaluate@people", "gate@people", "evaluate@upscaler", "gate@upscaler", "gate@agent"]
-    monkeypatch.setattr(repro, "list_due", lambda targets: due)
+    monkeypatch.setenv("DVC_CODE", "255")
     assert repro.repro([], 2) == 255
     said = capfd.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("Running")] == ["Running repro --single-item gate@agent"]
+    runs = [line for line in said if line.startswith("Running")]
+    assert runs == [f"Running {WAITING} release@agent release@shots release@upscaler", f"Running {WAITING}"]
     ends = [line.partition(" (")[0] for line in said if "its gate" in line]
     assert ends == [
-        "agent: passed its gate: awq-long-g32",
         "upscaler: passed its gate: tiled-hann",
         "people: stopped by its gate, as said above",
     ], "those that were not reached are not said to have passed"
+
+
+def test_where_a_candidate_failed_the_verdicts_that_came_early_are_said_last(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
+        judge.steps["gate@upscaler"] = Step("gate@upscaler", 1, 0.0, outcome="done")
+        raise QuantgateError("int8: failed, as said above")
+
+    monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    with pytest.raises(QuantgateError, match="int8: failed"):
+        repro.repro([], 2)
+    said = [line for line in capfd.readouterr().err.splitlines() if "its gate" in line]
+    assert [line.partition(" (")[0] for line in said] == ["upscaler: passed its gate: tiled-hann"]
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
@@ -213,12 +226,12 @@ def test_a_warning_names_its_product(
 def test_what_is_left_is_part_of_the_time_that_is_left(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repro, "list_due", lambda targets: [*DUE, "evaluate@agent", "compare@agent", "gate@agent"])
     assert repro.repro([], 2) == 0
-    assert asked[0].num_unknown == 2, "a product of servers is judged last"
+    assert asked[0].num_unknown == 3, "a product of servers is judged last"
 
 
 def test_where_nothing_is_gained_ahead_dvc_does_all(asked: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
-    assert repro.repro([], None) == 0 and asked == [["env"]]
-    assert f"Running repro --single-item {' '.join(DUE[1:])}" in capfd.readouterr().out.splitlines()
+    assert repro.repro([], None) == 0 and not asked
+    assert f"Running {WAITING}" in capfd.readouterr().out.splitlines()
 
 
 def test_a_candidate_is_no_product(asked: list[Any]) -> None:

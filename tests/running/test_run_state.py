@@ -261,10 +261,11 @@ def test_the_steps_of_a_product_follow_each_other_beside_those_of_candidates(tmp
     phase.take(Fact("gate@p"))
     clock.now += 1
     assert [step.name for step in phase.running] == ["evaluate@a", "gate@p"] and phase.steps["compare@p"].seconds == 5
-    phase.finish("p", "failed")
+    begun = phase.finish(names[1:], "failed")
+    assert list(begun) == ["compare@p", "gate@p"]
     assert [step.name for step in phase.running] == ["evaluate@a"] and phase.waiting == []
     assert [phase.steps[name].outcome for name in ("compare@p", "gate@p")] == ["done", "failed"]
-    phase.finish("p")
+    phase.finish(names[1:])
     assert phase.steps["gate@p"].outcome == "failed", "it had ended"
 
 

@@ -357,6 +357,10 @@ def test_what_was_made_of_the_same_once_is_restored_from_dvcs_cache(whole: Path)
     edit(whole, "code.json", lambda c: c.update(make="1"))
     assert ask(whole, "make@a", "make@b") == ["restored", "skip"]
     assert (whole / "build/made/a/data.txt").read_text() == text, "and not what the last run made"
+    (whole / "build/made/a/data.txt").write_text("of nobody\n")
+    assert ask(whole, "make@a") == ["restored"], "DVC asks at the terminal whether it may remove what it does not keep"
+    assert (whole / "build/made/a/data.txt").read_text() == text
+    shutil.rmtree(whole / "build/made/a")
     shutil.rmtree(whole / ".dvc/cache/files")
     assert ask(whole, "make@a") == ["run"]
 
