@@ -139,7 +139,7 @@ def _list_start_options() -> dict[str, str]:
 
 
 def repro(options: argparse.Namespace) -> int:
-    """Run every stage that is out of date: candidates side by side, judged as they are made; return `dvc repro`'s code."""
+    """Run every stage that is out of date, candidates side by side; return the exit code of the last `dvc repro`."""
     from pipeline.products.repro import repro as run_all
 
     gc.enable()
@@ -296,8 +296,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     own.set_defaults(run=gate)
     whole = commands.add_parser("repro", help="run every stage that is out of date, to the verdict, in one view")
     whole.description = (
-        "Candidates as `quantgate prefetch` makes them, each product judged as soon as its own are made; then `dvc repro`, "
-        "whose exit code is this one's."
+        "Candidates as `quantgate prefetch` makes them, each product judged as soon as its own are made; then "
+        "`dvc repro`, whose exit code is this one's."
     )
     whole.add_argument("names", nargs="*", metavar="PRODUCT", help="of params.yaml; none: all")
     whole.set_defaults(run=repro)

@@ -33,7 +33,7 @@ from pipeline.running.staleness import note_runs
 from pipeline.running.turns import keep_nobody_waiting, share_machine
 from pipeline.settings.base import Product
 
-DVC_REPRO = (sys.executable, "-m", "dvc", "repro", "--wait-for-lock")  # others of the run note what they have made
+DVC_REPRO = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro")  # others of the run note what they have made
 _STAGES = ("benchmark", "compare", "track", "gate", "release")  # of a product
 
 

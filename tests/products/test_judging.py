@@ -80,7 +80,7 @@ def test_dvc_notes_the_candidates_and_runs_what_is_out_of_date_of_the_product(
     assert noted == [["optimize@int8", "evaluate@int8"]]
     assert early.passed == ["people"] and not early.failed and list(early.steps) == ["compare@people"]
     said = capfd.readouterr()
-    assert said.out == "people: repro --wait-for-lock --quiet --single-item compare@people gate@people 1 1\n"
+    assert said.out == "people: --wait-for-lock repro --quiet --single-item compare@people gate@people 1 1\n"
     assert "people: passed its gate: winograd-calibrated (reports/people/report.md" in said.err
     [phase] = view._phases
     assert phase.steps["compare@people"].outcome == "done" and phase.steps["compare@people"].cpu_s > 0

@@ -27,7 +27,7 @@ from stages import env
 from tests.paths import ROOT
 
 DUE = ["env", "optimize@people", "evaluate@people", "compare@people", "gate@people"]
-WAITING = "repro --wait-for-lock"
+WAITING = "--wait-for-lock repro"
 DVC = """
 import os, sys
 from pipeline.running.progress import begin_step
