@@ -91,12 +91,12 @@ class EarlyJudge:
             self._view.say(_describe_failure(product, begun) if code else describe_pass(product))
 
     def end(self) -> None:
-        """End what DVC has at work, as Ctrl-C does, and begin nothing more."""
+        """End what DVC has at work, with its stages, and begin nothing more."""
         with self._starting:
             self._has_ended = True
             for child in self._children:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGINT)
+                    os.killpg(child.pid, signal.SIGTERM)
 
     def _list_made(self, product: Product) -> list[str]:
         wanted = {f"{stage}@{name}" for stage in STAGES for name in product.candidates}
@@ -119,7 +119,7 @@ class EarlyJudge:
         environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1", WARNED: "1"}
         with self._starting:
             if self._has_ended:
-                return -signal.SIGINT
+                return -signal.SIGTERM
             child = subprocess.Popen(
                 command,
                 env=environment,
