@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from random import Random
@@ -62,17 +61,15 @@ def name_buckets(areas: np.ndarray) -> list[str]:
     return ["few_small" if share <= _FEW else "mostly_small" if share >= _MOST else "some_small"]
 
 
-def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 35, num_full: int = 1) -> Cases:
-    """Draw parts of panoramas, and at the end whole ones, each of another panorama, and their inputs."""
-    return _draw(partial(_make_panorama, num_crops=num_crops), rng, folder, num_crops + num_full)
+def make_panoramas(rng: Random, folder: Path, *, num: int) -> Cases:
+    """Draw parts of panoramas, each of another one, and their inputs."""
+    return _draw(_make_panorama, rng, folder, num)
 
 
-def _make_panorama(seed: int, i: int, folder: Path, *, num_crops: int) -> dict[str, Any]:
+def _make_panorama(seed: int, i: int, folder: Path) -> dict[str, Any]:
     drawn = np.random.default_rng(seed)
-    pixels, bucket = panoramas.render(drawn), "full_size" if i >= num_crops else "crop"
-    if bucket == "crop":
-        left, top = drawn.integers(0, [panoramas.WIDTH - CROP[0] + 1, panoramas.HEIGHT - CROP[1] + 1])
-        pixels = pixels[top : top + CROP[1], left : left + CROP[0]]
+    left, top = drawn.integers(0, [panoramas.WIDTH - CROP[0] + 1, panoramas.HEIGHT - CROP[1] + 1])
+    pixels = panoramas.render(drawn)[top : top + CROP[1], left : left + CROP[0]]
     target, image = _place(folder, f"targets/{i:02d}.jpg"), _place(folder, f"images/{i:02d}.png")
     Image.fromarray(pixels).save(target, quality=95, subsampling=0)
     with Image.open(target) as truth:
@@ -80,7 +77,7 @@ def _make_panorama(seed: int, i: int, folder: Path, *, num_crops: int) -> dict[s
     return {
         "id": f"panorama-{i:02d}",
         "cluster": f"panorama-{i:02d}",
-        "buckets": [bucket],
+        "buckets": [],
         "image": f"images/{image.name}",
         "sha256": digest_file(image),
         "target": f"targets/{target.name}",

@@ -215,11 +215,11 @@ PICTURE_SETS: dict[str, tuple[Callable[[Random, Path], Cases], str, str, str]] =
         "Street scenes for calibrating quantisers and for finding out what activations come to. Never evaluated on.",
     ),
     "panoramas": (
-        make_panoramas,
+        partial(make_panoramas, num=36),
         "upscaling",
         "a panorama",
-        "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 384 x 256 pixels. "
-        "full_size: one of 1536 x 1024, large enough to be upscaled in tiles.",
+        "Parts of streets to be upscaled by two, as of evalsets/panoramas.py: targets of 384 x 256 pixels, which tiles "
+        "of 64 pixels of their inputs cut into twelve.",
     ),
 }
 

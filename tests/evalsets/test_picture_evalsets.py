@@ -428,7 +428,7 @@ def test_sizes_and_buckets(shipped: dict[str, Evalset]) -> None:
         "panoramas": 36,
     }
     assert shipped["scenes"].card.buckets == {"few_small": 80, "mostly_small": 33, "some_small": 186}
-    assert shipped["panoramas"].card.buckets == {"crop": 35, "full_size": 1}
+    assert shipped["panoramas"].card.buckets == {}
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_targets_are_twice_their_images(shipped: dict[str, Evalset]) -> None:
     folder = ROOT / "evalsets/panoramas"
     for case in shipped["panoramas"].cases:
         with Image.open(folder / case.image) as image, Image.open(folder / case.target) as target:
-            assert target.size == ((panoramas.WIDTH, panoramas.HEIGHT) if "full_size" in case.buckets else CROP)
+            assert target.size == CROP
             assert target.size == (panoramas.FACTOR * image.width, panoramas.FACTOR * image.height)
             assert (target.format, image.format) == ("JPEG", "PNG")
 
