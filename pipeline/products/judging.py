@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, QuantgateError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement
 from pipeline.products import KINDS
 from pipeline.products.inputs import WARNED
@@ -34,6 +34,7 @@ from pipeline.running.turns import keep_nobody_waiting, share_machine
 from pipeline.settings.base import Product
 
 DVC_REPRO = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro")  # others of the run note what they have made
+_NOTING_S = 10.0
 _STAGES = ("benchmark", "compare", "track", "gate", "release")  # of a product
 
 
@@ -41,9 +42,8 @@ class EarlyJudge:
     """Judges products of one run; several threads may have it judge, each another product.
 
     Attributes:
-        passed: names of products whose stages all ended well.
-        failed: those of which one did not, the gate in most cases.
-        steps: that these took, by name.
+        steps: of products whose stages all ended well, by name.
+        failed: names of products of which a stage did not, the gate in most cases.
     """
 
     def __init__(self, view: View, due: Sequence[str]) -> None:
@@ -55,11 +55,10 @@ class EarlyJudge:
         """
         self._view, self._due = view, due
         self._children: set[subprocess.Popen[str]] = set()
-        self._noting, self._starting = threading.Lock(), threading.Lock()
+        self._noting, self._starting = threading.Lock(), threading.RLock()  # a signal may come within `end`
         self._has_ended = False
-        self.passed: list[str] = []
-        self.failed: list[str] = []
         self.steps: dict[str, Step] = {}
+        self.failed: list[str] = []
 
     def list_steps(self, product: Product) -> list[str]:
         """Return the stages of a product itself that are out of date; none where it waits for all others."""
@@ -76,27 +75,34 @@ class EarlyJudge:
             gpus: that its stages may use, as CUDA_VISIBLE_DEVICES names them; None: all of this process.
         """
         steps = self.list_steps(product)
-        if not steps or not self._note(product):
-            self._view.finish(steps)
-            return
         # minutes, perhaps: whoever wants the machine alone waits, and has all others go on
         with share_machine(TURNS), keep_nobody_waiting():
+            if not steps or not self._note(product):
+                self._view.finish(steps)
+                return
             code = self._run(steps, product.name, {} if gpus is None else {VISIBLE: gpus})
             if self._has_ended:
                 self._view.finish(steps, "interrupted")
                 return
             begun = self._view.finish(steps, "failed" if code else "done")
-            self.steps |= begun
-            (self.failed if code else self.passed).append(product.name)
-            self._view.say(_describe_failure(product, begun) if code else describe_pass(product))
+            if code:
+                self.failed.append(product.name)
+                self._view.say(
+                    f"{product.name}: stopped, as said above; the others go on, and it is tried again after them"
+                )
+            else:
+                self.steps |= begun
+                self._view.say(describe_pass(product))
 
     def end(self) -> None:
         """End what DVC has at work, with its stages, and begin nothing more."""
         with self._starting:
             self._has_ended = True
             for child in self._children:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.killpg(child.pid, signal.SIGTERM)
+        if self._noting.acquire(timeout=_NOTING_S):  # half a dvc.lock would be left
+            self._noting.release()
 
     def _list_made(self, product: Product) -> list[str]:
         wanted = {f"{stage}@{name}" for stage in STAGES for name in product.candidates}
@@ -108,7 +114,7 @@ class EarlyJudge:
         try:
             with self._noting:
                 noted = note_made(made, dict.fromkeys(product.candidates, product))
-        except EvidenceError as error:
+        except (QuantgateError, OSError, SyntaxError) as error:  # code that is being edited, perhaps
             self._view.say(f"{product.name}: {format_line(str(error))}")
             return False
         return all(name in noted for name in made if not name.startswith("optimize@"))  # one may be restored
@@ -137,14 +143,6 @@ class EarlyJudge:
         with self._starting:
             self._children.discard(child)
         return code
-
-
-def _describe_failure(product: Product, begun: Mapping[str, Step]) -> str:
-    """Return which stage stopped a product: a report is there only where it is the gate."""
-    failed = next((name for name, step in begun.items() if step.outcome == "failed"), "DVC")
-    if failed == f"gate@{product.name}":
-        return f"{product.name}: stopped by its gate, as said above ({product.reports / REPORT_FILE}); the others go on"
-    return f"{product.name}: not judged yet, as {failed} failed; the others go on, and it is tried again after them"
 
 
 def note_made(names: Sequence[str], candidates: Mapping[str, Product]) -> list[str]:

@@ -297,7 +297,7 @@ def _make_all(
     planned = {name: [f"{each}@{name}" for each in STAGES[STAGES.index(stage) :]] for name, stage in first.items()}
     rest = _Rest(candidates[name] for name in first)
     judged = [step for product in rest.products for step in (judge.list_steps(product) if judge else ())]
-    phase = view.plan("candidates", [*sum(planned.values(), []), *judged], num_jobs=share.num_jobs)
+    phase = view.plan("candidates", [*sum(planned.values(), []), *judged], num_jobs=share.num_jobs, of_dvc=judged)
     if num_rest := len(candidates) - len(first):
         phase.reused.append(f"{num_rest} of {len(candidates)} candidates, as they were or by DVC's cache")
     places: SimpleQueue[int] = SimpleQueue()
@@ -311,7 +311,9 @@ def _make_all(
             is_made = _make_one(ask, workshop, view, first[name], order)
             for step in planned[name]:
                 view.drop(step)
-            if judge and is_made and rest.is_last(product):
+            if judge and not is_made:
+                view.finish(judge.list_steps(product))
+            elif judge and rest.is_last(product):
                 judge.judge(product, order.gpus)
             return is_made
         finally:

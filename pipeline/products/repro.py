@@ -30,7 +30,7 @@ from pipeline.settings.base import Product
 
 
 def repro(names: Sequence[str], num_jobs: int | None) -> int:
-    """Run what is out of date; return the exit code of `dvc repro`, which has the last word on all of it.
+    """Run what is out of date; return the exit code of `dvc repro`, which has the last word: 0 if each ended so.
 
     Args:
         names: of products; none: all.
@@ -59,7 +59,7 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             code, steps = 0, dict[str, Step]()
         else:
             code, steps = _judge_rest(view, rest, products, targets, judge)
-    for line in _conclude(judge.steps | steps, products, has_failed=code != 0):
+    for line in _conclude(steps, products, judge, has_failed=code != 0):
         print(line, flush=True)
     return code
 
@@ -72,7 +72,7 @@ def _make_and_judge(
         with end_on_sigterm(view, judge.end):
             make_ahead(view, candidates, share, judge)
     except QuantgateError:
-        for line in _conclude(judge.steps, products, has_failed=True):
+        for line in _conclude({}, products, judge, has_failed=True):
             view.say(line)
         raise
 
@@ -88,7 +88,7 @@ def _judge_rest(
     others = [f"release@{product.name}" for product in products if product.name not in judge.failed]
     code, steps = 0, dict[str, Step]()
     for wanted in [others, targets] if judge.failed and others else [targets]:
-        left = [name for name in rest if name not in steps and name.partition("@")[2] not in judge.passed]
+        left = [name for name in rest if name not in steps and name not in judge.steps]
         if wanted is others:
             left = [name for name in left if name.partition("@")[2] not in judge.failed]
         phase = _plan(view, left)
@@ -101,16 +101,29 @@ def _plan(view: View, names: Sequence[str]) -> Phase:
     return view.plan("dvc repro", names, is_serial=True)
 
 
-def _conclude(steps: Mapping[str, Step], products: Sequence[Product], *, has_failed: bool) -> Iterator[str]:
-    """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands."""
+def _conclude(
+    steps: Mapping[str, Step], products: Sequence[Product], judge: EarlyJudge, *, has_failed: bool
+) -> Iterator[str]:
+    """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands.
+
+    Args:
+        steps: of the last `dvc repro`, which may have judged again what was judged early.
+        products: of the run.
+        judge: that judged early.
+        has_failed: the run does not end well.
+    """
     stopped = []
+    again = {step.owner for step in steps.values()}
     for product in products:
-        step, report = steps.get(f"gate@{product.name}"), product.reports / REPORT_FILE
+        name, gate, report = product.name, f"gate@{product.name}", product.reports / REPORT_FILE
+        step = steps.get(gate) if name in again else judge.steps.get(gate)
         if step and step.outcome == "failed":
             said = _render_verdict(product) or f", as said above ({report})"
-            stopped.append(f"{product.name}: stopped by its gate{said}")
+            stopped.append(f"{name}: stopped by its gate{said}")
         elif step or not has_failed:  # else it was not reached, perhaps
             yield describe_pass(product, "" if step else " before")
+        elif name in judge.failed and name not in again:
+            stopped.append(f"{name}: stopped, as said above")
     yield from stopped
 
 

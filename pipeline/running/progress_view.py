@@ -109,7 +109,15 @@ class View:
             for line in format_summary(self._phases, self._clock() - self._start, read_cpu_s()):
                 print(line, file=sys.stderr, flush=True)
 
-    def plan(self, title: str, planned: Sequence[str], *, num_jobs: int = 1, is_serial: bool = False) -> Phase:
+    def plan(
+        self,
+        title: str,
+        planned: Sequence[str],
+        *,
+        num_jobs: int = 1,
+        is_serial: bool = False,
+        of_dvc: Collection[str] = (),
+    ) -> Phase:
         """Plan a phase by the last times of this machine.
 
         Args:
@@ -117,8 +125,17 @@ class View:
             planned: names of steps in their order, those of one candidate next to each other.
             num_jobs: steps at once.
             is_serial: the steps begin one after another, and none says that it ends.
+            of_dvc: steps that DVC runs one after the other for each owner.
         """
-        return Phase(title, planned, num_jobs=num_jobs, last=self._last, clock=self._clock, is_serial=is_serial)
+        return Phase(
+            title,
+            planned,
+            num_jobs=num_jobs,
+            last=self._last,
+            clock=self._clock,
+            is_serial=is_serial,
+            of_dvc=of_dvc,
+        )
 
     @contextlib.contextmanager
     def open_phase(self, phase: Phase, *, is_last: bool = False) -> Iterator[None]:
@@ -251,7 +268,7 @@ class View:
 
 @contextlib.contextmanager
 def end_on_sigterm(view: View, before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Take the bars away before SIGTERM ends this process as ever; for the main thread.
+    """Take the bars away before SIGTERM or SIGHUP ends this process as ever; for the main thread.
 
     Args:
         view: of the run.
@@ -264,11 +281,14 @@ def end_on_sigterm(view: View, before: Callable[[], None] = lambda: None) -> Ite
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    old = signal.signal(signal.SIGTERM, leave)
+    # a terminal that is closed, unless `nohup` has it passed by
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    old = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def format_estimate(estimate: Estimate) -> str:

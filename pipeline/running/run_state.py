@@ -148,6 +148,7 @@ class Phase:
         last: LastTimes,
         clock: Clock,
         is_serial: bool = False,
+        of_dvc: Collection[str] = (),
     ) -> None:
         """Plan it.
 
@@ -158,11 +159,12 @@ class Phase:
             last: times of the steps.
             clock: seconds.
             is_serial: the steps begin in order, and each ends where the next begins; those in between are passed over.
+            of_dvc: steps that DVC runs one after the other for each owner; how many work beside them counts for little.
         """
         self.title, self.num_jobs, self.is_serial = title, num_jobs, is_serial
         self.waiting, self.steps, self.num_passed = list(planned), dict[str, Step](), 0
         self.reused: list[str] = []  # what needed no step, for the summary
-        self._of_dvc = set[str]()  # steps that nobody but their own process said to begin
+        self._of_dvc = of_dvc
         self._last, self._clock = last, clock
 
     @property
@@ -204,7 +206,16 @@ class Phase:
         step.seconds = self._clock() - step.start
         step.outcome = how
         if how == "done" and not (step.num_kept or step.is_taken):
-            self._last.keep(name, LastTime(round(step.seconds, 3), self.num_jobs, step.num_counted))
+            self._last.keep(name, LastTime(round(step.seconds, 3), self._count_jobs(name), step.num_counted))
+
+    def _end_before(self, name: str) -> None:
+        """End the stage that DVC ran before this one."""
+        for step in self.running:
+            if step.name in self._of_dvc and step.owner == name.partition("@")[2]:
+                self.end(step.name)
+
+    def _count_jobs(self, name: str) -> int:
+        return 1 if name in self._of_dvc else self.num_jobs
 
     def finish(self, names: Collection[str], how: Ending = "done") -> dict[str, Step]:
         """Say that of these steps none is left, and return those that began: the others needed no work."""
@@ -227,11 +238,9 @@ class Phase:
         if not fact.step:
             return
         if fact.step not in self.steps:
+            if fact.step in self._of_dvc:
+                self._end_before(fact.step)
             self.begin(fact.step)
-            for step in self.running:  # stages that DVC runs of one product: it ends one before it begins the next
-                if step.name in self._of_dvc and step.owner == self.steps[fact.step].owner:
-                    self.end(step.name)
-            self._of_dvc.add(fact.step)
         step = self.steps[fact.step]
         step.is_taken |= fact.is_taken
         step.cpu_s = fact.cpu_s or step.cpu_s
@@ -253,7 +262,7 @@ class Phase:
         by_rate = max((left_s for left_s in known if left_s is not None), default=None)
         if (last := self._last.find(step.name)) is None:
             return by_rate  # of the pieces of work at hand
-        whole = last.predict_s(self.num_jobs, num_kept=step.num_kept)
+        whole = last.predict_s(self._count_jobs(step.name), num_kept=step.num_kept)
         return max(0.0, whole - (now - step.start), by_rate or 0.0)
 
     def predict(self) -> Estimate:
@@ -277,4 +286,4 @@ class Phase:
 
     def _predict_s(self, name: str) -> float:
         last = self._last.find(name)
-        return 0.0 if last is None else last.predict_s(self.num_jobs)
+        return 0.0 if last is None else last.predict_s(self._count_jobs(name))

@@ -24,7 +24,8 @@ def format_summary(phases: Sequence[Phase], seconds: float, cpu_s: float) -> Ite
         yield from (f"  {owner:{width}}  {', '.join(map(_format_step, steps))}" for owner, steps in ran)
     if reused := [text for phase in phases for text in _list_reused(phase)]:
         yield f"reused: {'; '.join(reused)}"
-    if failed := [step.name for phase in phases for step in phase.steps.values() if step.outcome == "failed"]:
+    ends = {step.name: step.outcome for phase in phases for step in phase.steps.values()}  # the last, if tried again
+    if failed := [name for name, outcome in ends.items() if outcome == "failed"]:
         yield f"failed: {', '.join(failed)}"
     yield f"took {_format_time(seconds)}, and {_format_time(cpu_s)} of CPU time"
 

@@ -56,6 +56,7 @@ class Judge:
     def __init__(self) -> None:
         self.workshop: Any = None
         self.judged: dict[str, list[str]] = {}
+        self.has_ended = False
 
     def list_steps(self, product: Product) -> list[str]:
         """Name one step of each product but the agent."""
@@ -67,7 +68,8 @@ class Judge:
         self.judged[product.name] = list(self.workshop.asked)
 
     def end(self) -> None:
-        """Nothing is at work."""
+        """Write down that it was told."""
+        self.has_ended = True
 
 
 def make_all(
@@ -93,7 +95,8 @@ def make_all(
         judge.workshop = workshop
     failed = prefetch._make_all(ask, workshop, choose_candidates(params, names), share, view, judge)
     [phase] = view._phases
-    assert not [name for name in phase.waiting if not name.startswith("compare@")], "what needs no work, nobody awaits"
+    unjudged = {f"compare@{name}" for name in judge.judged} if judge else set()  # this one begins none
+    assert unjudged.issuperset(phase.waiting), "what needs no work is not waited for"
     return failed, workshop
 
 
@@ -171,6 +174,19 @@ def test_what_goes_wrong_in_one_thread_lets_the_others_end(params: Params, monke
     monkeypatch.setattr(Workshop, "run", run)
     with pytest.raises(OSError, match="no memory"):
         make_all(params, {f"evaluate@{name}": "run" for name in ("people", "int8", "compiled")})
+
+
+def test_ctrl_c_ends_a_judge_at_work(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads are waited for, and so was DVC."""
+
+    def run(workshop: Workshop, order: Order) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workshop, "run", run)
+    judge = Judge()
+    with pytest.raises(KeyboardInterrupt):
+        make_all(params, {"evaluate@people": "run"}, judge=judge)
+    assert judge.has_ended
 
 
 def test_as_many_as_asked_work_at_once_and_share_the_machine(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:

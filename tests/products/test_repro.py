@@ -144,8 +144,6 @@ def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
 
     def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
         judge.failed.append("people")
-        judge.passed.append("upscaler")
-        judge.steps["gate@people"] = Step("gate@people", 1, 0.0, outcome="failed")
         judge.steps["gate@upscaler"] = Step("gate@upscaler", 1, 0.0, outcome="done")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
@@ -161,18 +159,40 @@ def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     ], "those that were not reached are not said to have passed"
 
 
+@pytest.mark.parametrize(("code", "said"), [("255", "stopped by its gate, as said above"), ("0", "passed its gate")])
+def test_the_last_dvc_has_the_last_word_on_what_was_judged_early(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    """A tolerance was edited meanwhile, or a stage had failed for lack of memory."""
+
+    def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
+        if code == "0":
+            judge.failed.append("people")
+        else:
+            judge.steps["gate@people"] = Step("gate@people", 1, 0.0, outcome="done")
+
+    monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    monkeypatch.setenv("DVC_CODE", code)
+    assert repro.repro(["people"], 2) == int(code)
+    ends = [line for line in capfd.readouterr().out.splitlines() if "its gate" in line]
+    assert len(ends) == 1 and ends[0].startswith(f"people: {said}")
+
+
 def test_where_a_candidate_failed_the_verdicts_that_came_early_are_said_last(
     asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make_ahead(view: View, candidates: Any, share: Share, judge: judging.EarlyJudge) -> None:
         judge.steps["gate@upscaler"] = Step("gate@upscaler", 1, 0.0, outcome="done")
+        judge.failed.append("shots")
         raise QuantgateError("int8: failed, as said above")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
     with pytest.raises(QuantgateError, match="int8: failed"):
         repro.repro([], 2)
-    said = [line for line in capfd.readouterr().err.splitlines() if "its gate" in line]
-    assert [line.partition(" (")[0] for line in said] == ["upscaler: passed its gate: tiled-hann"]
+    said = [
+        line.partition(" (")[0] for line in capfd.readouterr().err.splitlines() if line[:8] in ("upscaler", "shots: s")
+    ]
+    assert said == ["upscaler: passed its gate: tiled-hann", "shots: stopped, as said above"]
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.running.last_times import LastTime, LastTimes
 from pipeline.running.progress import Fact
-from pipeline.running.run_state import Estimate, Phase
+from pipeline.running.run_state import Ending, Estimate, Phase
 from pipeline.running.run_summary import format_summary
 from tests.running.test_progress import Clock
 
@@ -254,7 +254,8 @@ def test_stages_of_dvc_begin_by_themselves_and_those_between_are_passed_over(tmp
 def test_the_steps_of_a_product_follow_each_other_beside_those_of_candidates(tmp_path: Path, clock: Clock) -> None:
     """They say that they begin, and nobody says that they end."""
     names = ["evaluate@a", "compare@p", "gate@p", "release@p"]
-    phase = Phase("make", names, num_jobs=2, last=open_times(tmp_path), clock=clock)
+    last = open_times(tmp_path)
+    phase = Phase("make", names, num_jobs=2, last=last, clock=clock, of_dvc=names[1:])
     for name in ("evaluate@a", "compare@p"):
         phase.take(Fact(name))
     clock.now += 5
@@ -267,6 +268,20 @@ def test_the_steps_of_a_product_follow_each_other_beside_those_of_candidates(tmp
     assert [phase.steps[name].outcome for name in ("compare@p", "gate@p")] == ["done", "failed"]
     phase.finish(names[1:])
     assert phase.steps["gate@p"].outcome == "failed", "it had ended"
+    assert last.find("compare@p") == LastTime(5, 1, 0), "whatever works beside it"
+    again = Phase("make", names, num_jobs=8, last=last, clock=clock, of_dvc=names[1:])
+    assert again.predict().seconds == 5
+
+
+def test_a_step_that_failed_and_then_did_not_is_no_failure_of_the_run(tmp_path: Path, clock: Clock) -> None:
+    phases = [Phase(title, ["gate@p"], num_jobs=1, last=open_times(tmp_path), clock=clock) for title in ("make", "dvc")]
+    hows: tuple[Ending, ...] = ("failed", "done")
+    for phase, how in zip(phases, hows, strict=True):
+        phase.begin("gate@p")
+        phase.close(how)
+    assert not [line for line in format_summary(phases, 9, 7) if line.startswith("failed")]
+    phases[1].steps["gate@p"].outcome = "failed"
+    assert "failed: gate@p" in list(format_summary(phases, 9, 7))
 
 
 def test_the_summary_says_what_was_reused(tmp_path: Path, clock: Clock) -> None:
