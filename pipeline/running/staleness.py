@@ -192,7 +192,8 @@ def _ask(root: Path, question: Callable[[Repo], T]) -> T:
 
 def _silence() -> None:
     """Keep DVC's own bars away: it draws them wherever stderr is a terminal and its log is not quiet."""
-    logging.getLogger("dvc").setLevel(logging.CRITICAL)
+    for package in ("dvc", "dvc_data"):
+        logging.getLogger(package).setLevel(logging.CRITICAL)
 
 
 def _explain(root: Path, question: Callable[[], T]) -> T:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dvc.progress
+import dvc_data.callbacks
 import pytest
 from ruamel.yaml import YAML
 
@@ -363,6 +367,22 @@ def test_what_was_made_of_the_same_once_is_restored_from_dvcs_cache(whole: Path)
     shutil.rmtree(whole / "build/made/a")
     shutil.rmtree(whole / ".dvc/cache/files")
     assert ask(whole, "make@a") == ["run"]
+
+
+def test_bars_of_dvc_do_not_break_into_the_view(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each stage that is noted, over those of the run."""
+    for package in ("dvc", "dvc_data"):
+        logger = logging.getLogger(package)
+        monkeypatch.setattr(logger, "level", logger.level)  # is set back afterwards
+        logger.setLevel(logging.INFO)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert not dvc_data.callbacks.Tqdm(file=Terminal()).disable
+    assert ask(whole, "make@a") == ["skip"]
+    assert dvc_data.callbacks.Tqdm(file=Terminal()).disable and dvc.progress.Tqdm(file=Terminal()).disable
 
 
 def test_what_dvc_will_come_to_is_listed_in_its_order(whole: Path) -> None:
