@@ -52,27 +52,32 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
         if ahead:
             early = {step for product in candidates.values() for step in judge.list_steps(product)}
             view.later = _plan(view, [name for name in rest if name not in early]).predict()
-            _make_and_judge(view, candidates, share, judge, products)
+            _make_and_judge(view, candidates, share, judge, products, due)
             note_made(ahead, candidates)
         if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
             code, steps = 0, dict[str, Step]()
         else:
             code, steps = _judge_rest(view, rest, products, targets, judge)
-    for line in _conclude(steps, products, judge, has_failed=code != 0):
+    for line in _conclude(steps, products, judge, due, has_failed=code != 0):
         print(line, flush=True)
     return code
 
 
 def _make_and_judge(
-    view: View, candidates: Mapping[str, Product], share: Share, judge: EarlyJudge, products: Sequence[Product]
+    view: View,
+    candidates: Mapping[str, Product],
+    share: Share,
+    judge: EarlyJudge,
+    products: Sequence[Product],
+    due: Sequence[str],
 ) -> None:
     """Make the candidates, and judge products; where some failed, say last how those ended that were judged."""
     try:
         with end_on_sigterm(view, judge.end):
             make_ahead(view, candidates, share, judge)
     except QuantgateError:
-        for line in _conclude({}, products, judge, has_failed=True):
+        for line in _conclude({}, products, judge, due, has_failed=True):
             view.say(line)
         raise
 
@@ -102,7 +107,12 @@ def _plan(view: View, names: Sequence[str]) -> Phase:
 
 
 def _conclude(
-    steps: Mapping[str, Step], products: Sequence[Product], judge: EarlyJudge, *, has_failed: bool
+    steps: Mapping[str, Step],
+    products: Sequence[Product],
+    judge: EarlyJudge,
+    due: Sequence[str],
+    *,
+    has_failed: bool,
 ) -> Iterator[str]:
     """Yield how the gates ended: DVC says more behind a verdict, and nothing of one that stands.
 
@@ -110,6 +120,7 @@ def _conclude(
         steps: of the last `dvc repro`, which may have judged again what was judged early.
         products: of the run.
         judge: that judged early.
+        due: stages that were out of date.
         has_failed: the run does not end well.
     """
     stopped = []
@@ -120,10 +131,12 @@ def _conclude(
         if step and step.outcome == "failed":
             said = _render_verdict(product) or f", as said above ({report})"
             stopped.append(f"{name}: stopped by its gate{said}")
-        elif step or not has_failed:  # else it was not reached, perhaps
+        elif step or not has_failed or gate not in due:
             yield describe_pass(product, "" if step else " before")
         elif name in judge.failed and name not in again:
-            stopped.append(f"{name}: stopped, as said above")
+            stopped.append(f"{name}: stopped, as said above ({report})")
+        else:
+            yield f"{name}: the run ended before its gate; `python -m pipeline repro {name}` goes on with it alone"
     yield from stopped
 
 

@@ -147,6 +147,7 @@ def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
         judge.steps["gate@upscaler"] = Step("gate@upscaler", 1, 0.0, outcome="done")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    monkeypatch.setattr(repro, "list_due", lambda targets: [*DUE, "gate@upscaler", "gate@shots"])
     monkeypatch.setenv("DVC_CODE", "255")
     assert repro.repro([], 2) == 255
     said = capfd.readouterr().out.splitlines()
@@ -154,9 +155,11 @@ def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     assert runs == [f"Running {WAITING} release@agent release@shots release@upscaler", f"Running {WAITING}"]
     ends = [line.partition(" (")[0] for line in said if "its gate" in line]
     assert ends == [
+        "agent: passed its gate before: awq-long-g32",
+        "shots: the run ended before its gate; `python -m pipeline repro shots` goes on with it alone",
         "upscaler: passed its gate: tiled-hann",
         "people: stopped by its gate, as said above",
-    ], "those that were not reached are not said to have passed"
+    ], "one that was not reached is not said to have passed"
 
 
 @pytest.mark.parametrize(("code", "said"), [("255", "stopped by its gate, as said above"), ("0", "passed its gate")])
@@ -187,12 +190,15 @@ def test_where_a_candidate_failed_the_verdicts_that_came_early_are_said_last(
         raise QuantgateError("int8: failed, as said above")
 
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    monkeypatch.setattr(repro, "list_due", lambda targets: [*DUE, "gate@upscaler", "gate@shots"])
     with pytest.raises(QuantgateError, match="int8: failed"):
-        repro.repro([], 2)
-    said = [
-        line.partition(" (")[0] for line in capfd.readouterr().err.splitlines() if line[:8] in ("upscaler", "shots: s")
+        repro.repro(["shots", "people", "upscaler"], 2)
+    said = [line.partition(" (")[0] for line in capfd.readouterr().err.splitlines() if not line.startswith("progress")]
+    assert said[:3] == [
+        "people: the run ended before its gate; `python -m pipeline repro people` goes on with it alone",
+        "upscaler: passed its gate: tiled-hann",
+        "shots: stopped, as said above",
     ]
-    assert said == ["upscaler: passed its gate: tiled-hann", "shots: stopped, as said above"]
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
