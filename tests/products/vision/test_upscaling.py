@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,13 @@ GIVEN, FACTOR = (192, 256), 2
 TILING = Tiling(tile=64, overlap=0.125, window="none")
 
 
-def draw(seed: int) -> torch.Tensor:
-    """Return a textured target, the lower left of a street, float32 (1, 3, 384, 512)."""
-    pixels = panoramas.render(np.random.default_rng(seed))[-FACTOR * GIVEN[0] :, : FACTOR * GIVEN[1]]
+def draw(number: int) -> torch.Tensor:
+    """Return a textured target, a part of a street, float32 (1, 3, 384, 512)."""
+    seeds = Random("evalset/panoramas")
+    rng = np.random.default_rng([seeds.getrandbits(128) for _ in range(number + 1)][-1])
+    street, (height, width) = panoramas.render(rng), (FACTOR * side for side in GIVEN)
+    left, top = rng.integers(0, [panoramas.WIDTH - width + 1, panoramas.HEIGHT - height + 1])
+    pixels = street[top : top + height, left : left + width]
     return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
 
 
