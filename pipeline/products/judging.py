@@ -44,6 +44,7 @@ class EarlyJudge:
     Attributes:
         steps: of products whose stages all ended well, by name.
         failed: names of products of which a stage did not, the gate in most cases.
+        noted: stages of candidates that DVC has noted.
     """
 
     def __init__(self, view: View, due: Sequence[str]) -> None:
@@ -59,6 +60,7 @@ class EarlyJudge:
         self._has_ended = False
         self.steps: dict[str, Step] = {}
         self.failed: list[str] = []
+        self.noted: list[str] = []
 
     def list_steps(self, product: Product) -> list[str]:
         """Return the stages of a product itself that are out of date; none where it waits for all others."""
@@ -113,11 +115,11 @@ class EarlyJudge:
         made = self._list_made(product)
         try:
             with self._noting:
-                noted = note_made(made, dict.fromkeys(product.candidates, product))
+                self.noted += note_made(made, dict.fromkeys(product.candidates, product))
         except (QuantgateError, OSError, SyntaxError) as error:  # code that is being edited, perhaps
             self._view.say(f"{product.name}: {format_line(str(error))}")
             return False
-        return all(name in noted for name in made if not name.startswith("optimize@"))  # one may be restored
+        return all(name in self.noted for name in made if not name.startswith("optimize@"))  # one may be restored
 
     def _run(self, steps: Sequence[str], name: str, environment: Mapping[str, str]) -> int:
         """Run DVC; show what its stages say behind the name of the product; return its exit code."""

@@ -53,7 +53,7 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             early = {step for product in candidates.values() for step in judge.list_steps(product)}
             view.later = _plan(view, [name for name in rest if name not in early]).predict()
             _make_and_judge(view, candidates, share, judge, products, due)
-            note_made(ahead, candidates)
+            note_made([name for name in ahead if name not in judge.noted], candidates)
         if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
             code, steps = 0, dict[str, Step]()

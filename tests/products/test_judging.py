@@ -80,6 +80,7 @@ def test_dvc_notes_the_candidates_and_runs_what_is_out_of_date_of_the_product(
     early, view = judge(params, gpus="1")
     assert noted == [["optimize@int8", "evaluate@int8"]]
     assert list(early.steps) == ["compare@people"] and not early.failed
+    assert early.noted == noted[0], "nobody digests their weights once more"
     said = capfd.readouterr()
     assert said.out == "people: --wait-for-lock repro --quiet --single-item compare@people gate@people 1 1\n"
     assert "people: passed its gate: winograd-calibrated (reports/people/report.md" in said.err

@@ -137,6 +137,15 @@ def test_the_verdicts_of_a_run_that_passes_are_its_last_lines(
     assert just_run in said
 
 
+def test_what_was_noted_early_is_not_noted_again(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights were digested once more."""
+    ahead = [name for name in DUE if name.startswith(("optimize", "evaluate"))]
+    monkeypatch.setattr(repro, "make_ahead", lambda view, candidates, share, judge: judge.noted.extend(ahead[:1]))
+    monkeypatch.setattr(repro, "note_made", lambda names, candidates: asked.append(names))
+    assert repro.repro(["people"], 2) == 0
+    assert asked == [ahead[1:]]
+
+
 def test_a_gate_that_failed_early_keeps_no_other_product_from_its_verdict(
     asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
