@@ -34,6 +34,7 @@ from pipeline.running.turns import keep_nobody_waiting, share_machine
 from pipeline.settings.base import Product
 
 DVC_REPRO = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro")  # others of the run note what they have made
+DVC_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", WARNED: "1"}
 _NOTING_S = 10.0
 _STAGES = ("benchmark", "compare", "track", "gate", "release")  # of a product
 
@@ -76,10 +77,11 @@ class EarlyJudge:
             product: all of whose candidates are made.
             gpus: that its stages may use, as CUDA_VISIBLE_DEVICES names them; None: all of this process.
         """
-        steps = self.list_steps(product)
+        if not (steps := self.list_steps(product)):
+            return
         # minutes, perhaps: whoever wants the machine alone waits, and has all others go on
         with share_machine(TURNS), keep_nobody_waiting():
-            if not steps or not self._note(product):
+            if not self._note(product):
                 self._view.finish(steps)
                 return
             code = self._run(steps, product.name, {} if gpus is None else {VISIBLE: gpus})
@@ -124,7 +126,7 @@ class EarlyJudge:
     def _run(self, steps: Sequence[str], name: str, environment: Mapping[str, str]) -> int:
         """Run DVC; show what its stages say behind the name of the product; return its exit code."""
         command = [*DVC_REPRO, "--quiet", "--single-item", *steps]
-        environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1", WARNED: "1"}
+        environment = {**os.environ, **environment, **DVC_ENVIRONMENT}
         with self._starting:
             if self._has_ended:
                 return -signal.SIGTERM

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipeline.errors import EvidenceError, QuantgateError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
-from pipeline.products.inputs import WARNED
-from pipeline.products.judging import DVC_REPRO, EarlyJudge, describe_pass, note_made
+from pipeline.products.judging import DVC_ENVIRONMENT, DVC_REPRO, EarlyJudge, describe_pass, note_made
 from pipeline.products.params import get_product, load_params
 from pipeline.products.prefetch import ENV_STAGE, STAGES, Share, make_ahead, open_run
 from pipeline.records.record_files import read_record
@@ -167,7 +166,7 @@ def _start(command: Sequence[str], view: View) -> Iterator[subprocess.Popen[str]
     Ctrl-C reaches it as well, and it says how it ends.
     """
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if view.has_bars else {}
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", WARNED: "1"}
+    environment = os.environ | DVC_ENVIRONMENT
     with subprocess.Popen(command, env=environment, text=True, errors="replace", **output) as child:  # type: ignore[call-overload]
         try:
             yield child
