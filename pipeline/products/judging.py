@@ -21,7 +21,8 @@ from pipeline.errors import EvidenceError, QuantgateError
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement
 from pipeline.products import KINDS
 from pipeline.products.inputs import WARNED
-from pipeline.products.prefetch import STAGES, TURNS
+from pipeline.products.prefetch import STAGES
+from pipeline.products.prefetch_step import TURNS
 from pipeline.records.plain_text import format_line
 from pipeline.records.record_files import read_record
 from pipeline.report import PAGE

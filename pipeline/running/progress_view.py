@@ -268,7 +268,7 @@ class View:
 
 @contextlib.contextmanager
 def end_on_sigterm(view: View, before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Take the bars away before SIGTERM or SIGHUP ends this process as ever; for the main thread.
+    """Take the bars away and say so before SIGTERM or SIGHUP ends this process as ever; for the main thread.
 
     Args:
         view: of the run.
@@ -278,6 +278,8 @@ def end_on_sigterm(view: View, before: Callable[[], None] = lambda: None) -> Ite
     def leave(number: int, _: FrameType | None) -> None:
         before()
         view.leave()
+        with contextlib.suppress(OSError):  # the terminal may be gone; unbuffered, as this may come within a write
+            os.write(2, f"quantgate: ended by {signal.Signals(number).name}; what finished is kept\n".encode())
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

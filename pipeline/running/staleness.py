@@ -32,6 +32,7 @@ from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
+from dvc.rwlock import rwlock
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc_data.hashfile.hash_info import HashInfo
@@ -106,11 +107,19 @@ def _list_due(repo: Repo, targets: Sequence[str]) -> list[str]:
     wanted = [stage for stage in repo.index.stages if _name(stage) in targets]
     due: dict[Stage, str] = {}
     with repo.lock:
+        _forget_killed(repo)
         for stage in plan_repro(graph, wanted):
             is_behind = any(other in due and not other.always_changed for other in graph.successors(stage))
             if is_behind or (not stage.frozen and stage.changed()):
                 due[stage] = _name(stage)
     return list(due.values())
+
+
+def _forget_killed(repo: Repo) -> None:
+    """Take killed processes off DVC's list of readers and writers, for which it has a warning for each file later."""
+    hardlink = repo.config["core"].get("hardlink_lock", False)
+    with contextlib.suppress(LockError), rwlock(repo.tmp_dir, repo.fs, "quantgate", [], [repo.root_dir], hardlink):
+        pass  # a LockError: others are at work, and DVC will say so where it matters
 
 
 @contextlib.contextmanager

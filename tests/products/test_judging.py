@@ -16,7 +16,7 @@ from pipeline.errors import EvidenceError
 from pipeline.products import judging
 from pipeline.products.judging import EarlyJudge
 from pipeline.products.params import Params, load_params
-from pipeline.products.prefetch import TURNS
+from pipeline.products.prefetch_step import TURNS
 from pipeline.running.environment import VISIBLE
 from pipeline.running.progress_view import View
 from pipeline.running.turns import have_machine_alone, share_machine

@@ -18,10 +18,11 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.errors import EvidenceError, JournalError, SettingsError
-from pipeline.products import KINDS, jobs, prefetch
+from pipeline.products import KINDS, jobs, prefetch, prefetch_step
 from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
-from pipeline.products.prefetch import Order, choose_candidates
+from pipeline.products.prefetch import choose_candidates
+from pipeline.products.prefetch_step import Order
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
@@ -421,7 +422,7 @@ def test_what_was_edited_since_it_began_is_not_kept(
 ) -> None:
     """Stage env, run in another terminal, knows the edit; the process has the settings and the code of before."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetch, "work_here", lambda _: None)
+    monkeypatch.setattr(prefetch_step, "work_here", lambda _: None)
     write_inputs("1", CODE)
     people = params.products["people"]
     edits = [edit]
@@ -433,17 +434,17 @@ def test_what_was_edited_since_it_began_is_not_kept(
         while edits:
             edits.pop()()
 
-    monkeypatch.setattr(prefetch, "_run_stage", make)
+    monkeypatch.setattr(prefetch_step, "_run_stage", make)
     watched = {"people": {"optimize": read_watched("optimize", "people")}}
     order = replace(prefetch.Share(params, watched, 1, ()).give("people", people, 0), stage="optimize")
     if is_early:
         edits.pop()()
     with pytest.raises(EvidenceError, match="were edited meanwhile; run prefetch again"):
-        prefetch.carry_out(order)
+        prefetch_step.carry_out(order)
     seal = people.build / "prefetched/optimize/people.json"
     assert not seal.exists()
     write_inputs("1", CODE)
-    prefetch.carry_out(order)
+    prefetch_step.carry_out(order)
     assert seal.is_file()
 
 

@@ -203,6 +203,8 @@ def test_however_it_ends_the_cursor_is_back_and_no_bar_is_left(tmp_path: Path, n
     assert ended in (code, -number), shown
     after = shown[shown.rindex("\x1b[?25h") :]
     assert "\x1b[?25l" not in after and "━" not in after
+    if ended == -signal.SIGTERM:
+        assert after.endswith("quantgate: ended by SIGTERM; what finished is kept\r\n")
 
 
 def test_what_was_interrupted_has_not_failed(tmp_path: Path, clock: Clock) -> None:

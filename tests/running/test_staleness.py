@@ -396,6 +396,24 @@ def test_what_dvc_will_come_to_is_listed_in_its_order(whole: Path) -> None:
         assert list_due() == ["env", *ALL] and list_due(["make@b"]) == ["env", "make@b"]
 
 
+def test_a_run_that_was_killed_is_said_of_no_file(whole: Path) -> None:
+    """DVC says it once a file, hundreds of lines above all that matters; whoever lives stays on its list."""
+    edit(whole, "params.yaml", lambda data: data.update(steps=[]))
+    rwlock = whole / ".dvc/tmp/rwlock"
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    dead, alive = {"pid": gone.pid, "cmd": "dvc repro"}, {"pid": os.getpid(), "cmd": "dvc repro"}
+    data, made = str(whole / "data.txt"), str(whole / "build/made/a")
+    rwlock.write_text(json.dumps({"read": {data: [dead]}, "write": {made: dead}}))
+    with contextlib.chdir(whole):
+        due = list_due()
+    assert not any(json.loads(rwlock.read_text()).values())
+    rwlock.write_text(json.dumps({"read": {data: [alive]}, "write": {}}))
+    with contextlib.chdir(whole):
+        assert list_due() == due
+    assert json.loads(rwlock.read_text())["read"] == {data: [alive]}
+
+
 def test_what_was_made_without_dvc_is_noted_as_if_dvc_had_made_it(whole: Path, tmp_path: Path) -> None:
     (whole / "data.txt").write_text("2\n")
     shutil.copytree(whole, tmp_path / "by-dvc")
