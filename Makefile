@@ -37,7 +37,7 @@ repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released 
 ui: setup  ## open MLflow on the runs; PORT=5000
 	@test -f mlflow.db || python -m dvc repro --single-item --force track
 	@echo "MLflow at http://127.0.0.1:$(PORT), once it says that startup is complete:"
-	@python -m scripts.show_pages http://127.0.0.1:$(PORT)
+	-@python -m scripts.show_pages http://127.0.0.1:$(PORT)
 	python -m mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 
 test: setup  ## run the tests, two files at a time

@@ -47,11 +47,13 @@ class Start:
         section: of `products` in params.yaml, with its comments.
         candidates: those of `candidates`, likewise.
         files: an evalset of example cases, and what else it names; contents by path from the root.
+        warnings: lines about what could not be had.
     """
 
     section: str
     candidates: str
     files: Mapping[Path, bytes]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
 from pipeline.running.made_files import make_missing
+from pipeline.running.result_folders import remove_retired
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
 
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> int:
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     warnings += list_bytecode_problems()
     for product in params.products.values():
+        for folder in remove_retired(product.build, product.candidates):
+            print(f"quantgate env: {folder}: removed, params.yaml has no such candidate any more", file=sys.stderr)
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
     warnings += check_gates(params.products.values(), Path())
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():

@@ -7,6 +7,7 @@ the card's `kind`:
 
     documents     text
     choices       question, choices, answer (index); read by an lm-eval task YAML beside it
+    answers       question, answer; read likewise
     tool_calls    messages, expected {name, arguments}, optional accepted {argument: [values]}
     trajectories  messages, state, checks; the tools are declared in the card
     prompts       prompt, seed

@@ -136,6 +136,14 @@ class ChoiceCase(Case):
         return answer
 
 
+class AnswerCase(Case):
+    """A question that is answered in words, of which one answer counts."""
+
+    card_kind: ClassVar[str] = "answers"
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
 class Call(Record):
     """A tool call."""
 

@@ -16,6 +16,7 @@ from pipeline.gate.wording import format_tolerance, name_metric
 from pipeline.records.evaluations import CaseRecord
 from pipeline.settings.metrics import MetricDefinition
 
+_SHOWN_CHARS = 60  # of an answer
 _LARGE_SHARE = 0.1  # of what the reference has right: a tolerance above it is worth a sentence
 
 
@@ -47,7 +48,7 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
         raise EvidenceError(
             f"{name_metric(m.metric, m.bucket)}: the reference is right in "
             f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
-            f"{m.tolerance:g} can't show; look at the evalset"
+            f"{m.tolerance:g} can't show; look at the evalset{_show_outputs(records)}"
         )
     guesses = _expect_guesses(definition, records, m.bucket)
     if m.tolerance is not None and guesses and m.reference <= guesses + m.tolerance:
@@ -56,6 +57,12 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
             f"{m.n:,} cases and guessing in {round(guesses * m.n):,}, so a loss above the tolerance of "
             f"{m.tolerance:g} can't show; look at the evalset"
         )
+
+
+def _show_outputs(records: Sequence[CaseRecord]) -> str:
+    """Show what the reference said: a blank or a sentence around each right answer is seen at once."""
+    outputs = list(dict.fromkeys(repr(record.output[:_SHOWN_CHARS]) for record in records if record.output))
+    return f", where its answers are such as {' and '.join(outputs[:2])}" if outputs else ""
 
 
 def _expect_guesses(definition: MetricDefinition, records: Sequence[CaseRecord], bucket: str | None) -> float:

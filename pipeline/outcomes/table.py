@@ -158,9 +158,10 @@ def _iterate_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
     if "case_id" not in header or len(set(header)) != len(header):
         # what a link leads to may be nobody's to read here
         came = "others in what it links to" if path.is_symlink() else show_names(header)
+        hint = "; rename `id`" if "id" in header and not path.is_symlink() else ""
         raise EvidenceError(
             f"{path}:1: expected column names, each once and separated by "
-            f"{'tabs' if separator != ',' else 'commas'}, `case_id` among them, got {came}"
+            f"{'tabs' if separator != ',' else 'commas'}, `case_id` among them, got {came}{hint}"
         )
     for cells in reader:
         if not cells:

@@ -78,8 +78,10 @@ def init_product(
         raise
     write_text(root / PARAMS, text)
     _remove_results(before, removed, root)
+    warnings += start.warnings
     warnings += [
-        f"{path}: it lies outside of the project, where no other clone has it; copy it here, and name it from here"
+        f"{path}: it lies outside of the project, where no other clone has it; copy it here, and name the copy in "
+        f"{PARAMS}, where it is named now"
         for path in (checkpoint, *(path for option, path in options.items() if option != "task"))
         if not path.startswith(SCHEME) and _is_outside(path, root)
     ]

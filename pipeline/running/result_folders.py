@@ -1,4 +1,4 @@
-"""Whether the results of a stage can be written, asked before any work rather than at its end.
+"""Folders of results: whether they can be written, asked before any work rather than at its end, and who owns them.
 
 Not covered: files in these folders, a full disk, and a folder with the sticky bit, where another user's can't be moved.
 """
@@ -6,7 +6,9 @@ Not covered: files in these folders, a full disk, and a folder with the sticky b
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.errors import JournalError
@@ -32,6 +34,23 @@ def check_evaluation_folders(build: Path, candidate: str) -> None:
                 raise JournalError(f"{own}: expected a folder for results, got a file; move it away")
             for path, _, _ in os.walk(own, onerror=_explain_unread):
                 _check_writable(Path(path))
+
+
+def remove_retired(build: Path, candidates: Collection[str]) -> list[Path]:
+    """Remove the results of candidates that params.yaml has no more, and return their folders.
+
+    DVC would count them in what the product's stages depend on, so that no other clone could come to the same. Its
+    cache keeps what stages have made: a candidate that comes back is restored.
+
+    Args:
+        build: folder of the product's results.
+        candidates: names of those that it has.
+    """
+    found = [path for part in ("candidates", "evaluations") for path in sorted((build / part).glob("[!.]*"))]
+    retired = [path for path in found if path.name not in candidates and path.is_dir() and not path.is_symlink()]
+    for path in retired:
+        shutil.rmtree(path)
+    return retired
 
 
 def check_folder(folder: Path) -> None:

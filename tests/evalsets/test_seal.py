@@ -167,7 +167,7 @@ def read_evals(params: dict[str, Any]) -> list[dict[str, Any]]:
 
 EXAMPLE = re.compile(r"^`([\w./-]+)`\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTIONS = {section.split("\n")[0]: dict(EXAMPLE.findall(section)) for section in re.split(r"^## ", README, flags=re.M)}
-KINDS = ["documents", "choices", "tool_calls", "trajectories", "prompts"]
+KINDS = ["documents", "choices", "answers", "tool_calls", "trajectories", "prompts"]
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def test_the_example_workflow_can_be_completed(example: Path) -> None:
     assert call_tool(evalset.card.tools, state, "order", {"item": "lamp", "n": 9})[1] == {"error": "not enough"}
 
 
-@pytest.mark.parametrize("example", ["choices"], indirect=True)
-def test_lm_eval_reads_the_example_task(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def load_example_task(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """Return the task and its only document, as lm-eval reads them."""
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache"))
@@ -215,5 +215,24 @@ def test_lm_eval_reads_the_example_task(example: Path, monkeypatch: pytest.Monke
     manager = TaskManager(include_path=settings["include_path"], include_defaults=False)
     task = manager.load([settings["task"]])["tasks"][settings["task"]]
     (document,) = task.test_docs()
+    return task, document
+
+
+@pytest.mark.parametrize("example", ["choices"], indirect=True)
+def test_lm_eval_reads_the_example_task(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, document = load_example_task(monkeypatch)
     assert task.doc_to_text(document) == "Q: Which of these floats?\nA:"
     assert task.doc_to_choice(document)[task.doc_to_target(document)] == "a cork"
+
+
+@pytest.mark.parametrize("example", ["answers"], indirect=True)
+def test_a_blank_before_an_answer_is_no_mistake_in_the_example_task(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's first suite was refused with 0 of 200 right: most models write the blank, and cases don't."""
+    task, document = load_example_task(monkeypatch)
+    task.build_all_requests(limit=1)
+    (request,) = task.instances
+    request.resps.append(" at six")
+    task.apply_filters()
+    assert task.process_results(document, [request.filtered_resps["stripped"]]) == {"exact_match": 1.0}

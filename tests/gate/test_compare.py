@@ -700,9 +700,12 @@ def judge_equal_choices(folder: Path, *, right: int, num_choices: int = 0) -> Ve
 def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Path) -> None:
     verdict = judge_equal_choices(tmp_path, right=12)
     assert verdict.outcome == "refused"
+    # a blank before each right answer is seen at once
     assert list_said(verdict)[0] == (
-        "refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
-        "above the tolerance of 0.03 can't show; look at the evalset"
+        "refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss above the tolerance of 0.03 "
+        "can't show; look at the evalset, where its answers are such as "
+        """'{"name": "move", "arguments": {"crate": 0, "to": "bay-0"}}\\n{' and """
+        """'{"name": "move", "arguments": {"crate": 1, "to": "bay-0"}}\\n{'"""
     )
 
 

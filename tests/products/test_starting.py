@@ -21,6 +21,7 @@ from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.products import starting
 from pipeline.products.params import load_params
 from pipeline.products.starting import init_product
+from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.start import choose_step
 from pipeline.records.digests import digest_file
 from pipeline.running.environment import read_machine
@@ -138,6 +139,24 @@ def test_a_path_outside_of_the_project_is_warned_of(project: Path, monkeypatch: 
     monkeypatch.chdir(project)
     said = init_product("bot", "text", str(ROOT / "models/agent"), {}, root=Path())
     assert said[0].startswith(f"warning: {ROOT / 'models/agent'}: it lies outside of the project"), said
+
+
+def test_gpt_2_is_started_with_its_positions_and_says_why_it_is_not_quantised(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got a context that its server refused, and a release of itself without a word."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.chdir(project)
+    folder, limit = Path("models/gpt2"), 256
+    config = GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=limit, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    for file in Path("models/agent").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    said = init_product("bot", "text", "models/gpt2", {}, root=Path())
+    assert said[0].startswith("warning: bot-again: not quantised: models/gpt2: expected linear layers"), said
+    product = load_params().products["bot"]
+    assert isinstance(product, TextProduct) and product.serving.context_length == limit
 
 
 def test_a_path_in_the_project_is_named_from_its_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

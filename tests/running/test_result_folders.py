@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import JournalError
-from pipeline.running.result_folders import check_evaluation_folders
+from pipeline.running.result_folders import check_evaluation_folders, remove_retired
 
 NAME = "model"
 
@@ -81,3 +81,20 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_made(tmp_path: Path) -> None:
     check_evaluation_folders(tmp_path / "build" / "agent", NAME)
     assert not list(tmp_path.iterdir())
+
+
+def test_results_of_a_candidate_that_is_gone_go_too(tmp_path: Path) -> None:
+    """DVC counted them, and the next clone's `.ci/gate` said that nobody could make the same."""
+    kept = [
+        "candidates/kept/config.json",
+        "evaluations/kept/evaluation.json",
+        "evaluations/.gone.new/a",
+        "journal/gone/a",
+    ]
+    gone = ["candidates/gone/config.json", "evaluations/gone/evaluation.json"]
+    for name in kept + gone:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert remove_retired(tmp_path, ["kept"]) == [tmp_path / "candidates/gone", tmp_path / "evaluations/gone"]
+    assert all((tmp_path / name).is_file() for name in kept) and not any((tmp_path / name).exists() for name in gone)
+    assert remove_retired(tmp_path, ["kept"]) == [] == remove_retired(tmp_path / "nowhere", [])

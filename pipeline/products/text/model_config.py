@@ -37,6 +37,16 @@ def find_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
+def find_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many positions a model has by its config.json; None: it does not say, or has no bound.
+
+    transformers knows the older keys by the name of the first.
+    """
+    text = find_text(config)
+    found = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
 def detect_format(folder: Path, config: Mapping[str, Any], tensors: Iterable[str]) -> str:
     """Return "dense" or the quantisation format that config.json declares (one of `FORMATS`).
 

@@ -27,7 +27,7 @@ from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.footprint import TYPE_BYTES, count_cache_bytes
 from pipeline.products.text.memory import read_folder
-from pipeline.products.text.model_config import CONFIG_FILE, find_text, read_config, read_json
+from pipeline.products.text.model_config import CONFIG_FILE, find_positions, find_text, read_config, read_json
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
 from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import (
@@ -192,15 +192,15 @@ def _check_key_heads(folder: Path) -> None:
 
 def _check_context(folder: Path, product: TextProduct, *, beyond: int) -> None:
     asked = product.serving.context_length
-    config = find_text(read_config(folder))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    limit = config.get("max_position_embeddings")
+    config = read_config(folder)
+    text, limit = find_text(config), find_positions(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     # a stretched position encoding reaches further than the number in its config may say
-    if isinstance(limit, int) and "factor" not in rope and asked + beyond > limit:
+    if limit is not None and "factor" not in rope and asked + beyond > limit:
         more = f" less {beyond} tokens that vLLM takes beyond it to score texts" if beyond else ""
         raise SettingsError(
             f"{product.locate('serving')}.context_length: expected at most {limit - beyond}, the "
-            f"max_position_embeddings of {folder / CONFIG_FILE}{more}, got {asked}; lower it"
+            f"positions that {folder / CONFIG_FILE} has{more}, got {asked}; lower it"
         )
 
 

@@ -16,7 +16,7 @@ from pipeline.errors import QuantizationError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
 from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint
-from pipeline.products.text.model_config import find_text, read_config, read_json
+from pipeline.products.text.model_config import find_positions, read_config, read_json
 from pipeline.products.text.optimize.layers import GROUP_SIZES, plan_folder
 from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.hub import locate_checkpoint
@@ -117,7 +117,7 @@ def start_text(name: str, checkpoint: str, root: Path) -> Start:
     folder = locate_checkpoint(checkpoint, root)
     num_elements = sum(tensor.num_elements for tensor in open_checkpoint(folder).values())
     context = _choose_context(folder)
-    candidate, chosen = _choose_candidate(name, checkpoint, folder)
+    candidate, chosen, warnings = _choose_candidate(name, checkpoint, folder)
     examples = _choose_examples(name, folder)
     section = _SECTION.format(
         name=name,
@@ -129,24 +129,25 @@ def start_text(name: str, checkpoint: str, root: Path) -> Start:
         tolerances="\n".join(f"      {example.tolerance}" for example in examples),
     )
     candidates = _REFERENCE.format(name=name, checkpoint=checkpoint) + chosen
-    return Start(section, candidates, {path: data for example in examples for path, data in example.files.items()})
+    files = {path: data for example in examples for path, data in example.files.items()}
+    return Start(section, candidates, files, warnings)
 
 
-def _choose_candidate(name: str, checkpoint: str, folder: Path) -> tuple[str, str]:
-    """Return the name of what would ship, and its section."""
+def _choose_candidate(name: str, checkpoint: str, folder: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Return the name of what would ship, its section, and why it is the reference once more where it is."""
     try:
         step = choose_step(folder)
     except QuantizationError as error:
         reason = " ".join(f"not quantised: {error}".split())
-        return f"{name}-again", _AGAIN.format(name=name, checkpoint=checkpoint, reason=reason)
+        own = _AGAIN.format(name=name, checkpoint=checkpoint, reason=reason)
+        return f"{name}-again", own, (f"{name}-again: {reason}",)
     exclude = f"[{', '.join(step.exclude)}]"
     section = _INT4.format(name=name, checkpoint=checkpoint, group_size=step.group_size, exclude=exclude)
-    return f"{name}-int4", section
+    return f"{name}-int4", section, ()
 
 
 def _choose_context(folder: Path) -> int:
-    limit = find_text(read_config(folder)).get("max_position_embeddings")
-    return min(limit, _MOST_CONTEXT) if isinstance(limit, int) else _MOST_CONTEXT
+    return min(find_positions(read_config(folder)) or _MOST_CONTEXT, _MOST_CONTEXT)
 
 
 def choose_step(folder: Path) -> QuantizeStep:

@@ -27,7 +27,7 @@ class Calibration(Settings):
     sources: list[str] = Field(min_length=1)  # buckets of the calibration set
     num_samples: int = Field(ge=1)
     max_tokens: int = Field(ge=1)  # a sample is cut after this many tokens
-    length_exponent: float = Field(ge=0, le=4)  # sampling weight = (number of tokens) ** exponent
+    length_exponent: float = Field(default=0, ge=0, le=4)  # sampling weight = (number of tokens) ** exponent
     seed: int = Field(default=0, ge=0)  # the sign would be dropped
 
 

@@ -607,13 +607,23 @@ def test_what_another_engine_loads_passes(project: Path, copied: Path, changes: 
     check(project, "candidates//plain", {"checkpoint": str(copied), "steps": [], "engine": engine})
 
 
-@pytest.mark.parametrize("key", ["", "text_config"])
-def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied: Path, key: str) -> None:
-    limit = {"max_position_embeddings": 256}
+@pytest.mark.parametrize(
+    ("key", "limit"),
+    [
+        ("", {"max_position_embeddings": 256}),
+        ("text_config", {"max_position_embeddings": 256}),
+        ("", {"max_position_embeddings": None, "n_positions": 256}),
+    ],
+    ids=["whole", "part", "gpt2"],
+)
+def test_a_context_beyond_the_models_positions_is_refused(
+    project: Path, copied: Path, key: str, limit: dict[str, Any]
+) -> None:
+    """GPT-2 has another word for them: the server refused, half a minute later."""
     edit_json(copied / "config.json", **({key: limit} if key else limit))
     assert refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []}) == (
-        "products.agent.serving.context_length: expected at most 256, the max_position_embeddings of "
-        f"{copied}/config.json, got 512; lower it"
+        "products.agent.serving.context_length: expected at most 256, the positions that "
+        f"{copied}/config.json has, got 512; lower it"
     )
 
 
@@ -625,8 +635,8 @@ def test_vllm_needs_room_beyond_the_context_to_score_texts(project: Path, copied
     check(project, "candidates//plain", candidate)
     edit_json(copied / "config.json", max_position_embeddings=513)
     assert refusal(project, "candidates//plain", candidate) == (
-        "products.agent.serving.context_length: expected at most 511, the max_position_embeddings of "
-        f"{copied}/config.json less 2 tokens that vLLM takes beyond it to score texts, got 512; lower it"
+        "products.agent.serving.context_length: expected at most 511, the positions that "
+        f"{copied}/config.json has less 2 tokens that vLLM takes beyond it to score texts, got 512; lower it"
     )
 
 
