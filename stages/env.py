@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
-from pipeline.products.inputs import WARNED, digest_inputs
+from pipeline.products.inputs import WARNED, digest_inputs, digest_references
 from pipeline.products.params import list_texts, load_params
 from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         for folder in remove_retired(product.build, product.candidates):
             print(f"quantgate env: {folder}: removed, params.yaml has no such candidate any more", file=sys.stderr)
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
-    warnings += check_gates(params.products.values(), Path())
+    warnings += check_gates(params.products.values(), Path(), digest_references(params, Path()))
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     write_if_changed(ENV / "libraries.json", read_libraries())

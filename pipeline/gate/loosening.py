@@ -4,7 +4,8 @@ A threshold that is relaxed whenever it fails protects nothing. The last release
 setting that would let more through than that one did must stand in `gate.loosened` with its old value, its new one and
 why, and the report prints it. Another reference, by name, by weights or by how it is run, or other cases or another
 setting of an eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too.
-Nothing is compared before a first release. Stricter settings need none.
+Nothing is compared before a first release. Stricter settings need none. A model of another origin starts a new line of
+releases by one reason, and nothing of the last release is compared with it.
 
 Weights, cases and how the reference is run are known by what was evaluated, so they are compared when the gate judges,
 and settings before any work too. A pull request writes its own manifest, so CI compares with that of the branch it goes
@@ -21,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.verdicts import GatedTolerance, Policy
+from pipeline.gate.verdicts import GatedTolerance, LoosenedSetting, Policy
 from pipeline.records.checksums import SUMS, read_sums
 from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.files import read_bounded
@@ -34,20 +35,22 @@ _ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_e
 _CASES = ("evalset", "include_path", "task")  # settings of an eval that say where its cases are
 Value = float | str
 _NOT_SET = "not set"
+_NEW_LINE = "new_line"  # key of the reason for a reference of another origin
+_WEIGHTS = "reference.weights"
 
 
 def name_material(
-    *, weights: str, cases: Mapping[str, str], serving: str | None = None, adapter: str | None = None
+    *, weights: str | None, cases: Mapping[str, str], serving: str | None = None, adapter: str | None = None
 ) -> dict[str, str]:
     """Return what candidates are judged by, as keys of `gate.loosened`, with their digests.
 
     Args:
-        weights: digest of the reference's.
+        weights: digest of the reference's; None: not known.
         cases: digest of each eval's.
         serving: digest of how the reference is run, from `digest_serving`; None: not known.
         adapter: digest of the user's code that a network is run with; None: there is none.
     """
-    known = {"reference.weights": weights, "reference.serving": serving, "reference.adapter": adapter}
+    known = {_WEIGHTS: weights, "reference.serving": serving, "reference.adapter": adapter}
     return {key: digest for key, digest in known.items() if digest is not None} | {
         f"evals.{name}.cases": digest for name, digest in cases.items()
     }
@@ -71,6 +74,11 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
         EvidenceError: the last release's manifest can't be read, or is not the one that was written.
     """
     path = root / RELEASE / policy.product / MANIFEST
+    if (path.with_name(SUMS)).is_file() and not path.is_file():
+        raise EvidenceError(
+            f"{path}: expected the manifest of the last release, found none beside its {SUMS}; take it from git again, "
+            f"or remove {path.parent} to begin without one"
+        )
     if path.is_file():
         manifest = path.read_bytes()
         _check_unchanged(manifest, path)
@@ -124,6 +132,10 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
             f"{source}: expected the manifest of a release, with its policy, found none "
             f"({type(error).__name__}); take the file from git again"
         ) from None
+    line = policy.loosened.get(_NEW_LINE)
+    if line is not None and last.loosened.get(_NEW_LINE) != line:
+        _check_new_line(policy, line, pinned[_WEIGHTS], material.get(_WEIGHTS), source)
+        return
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
     _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
@@ -142,11 +154,42 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
                 )
 
 
+def _check_new_line(policy: Policy, line: LoosenedSetting, was: str, now: str | None, source: Path | str) -> None:
+    """Refuse a new line of releases whose reference is the old one, or another than its reason says.
+
+    Args:
+        policy: what is asked now.
+        line: the reason.
+        was: digest of the weights of the last release's reference.
+        now: of those of this one; None: not known yet.
+        source: where the last release is from, for messages.
+    """
+    where = f"{_name(policy)}gate.loosened"
+    if others := [key for key in policy.loosened if key != _NEW_LINE]:
+        raise SettingsError(
+            f"{where}: expected {_NEW_LINE} alone, as nothing else is compared then, got {others[0]!r}; remove it"
+        )
+    if was == now:
+        raise SettingsError(
+            f"{where}.{_NEW_LINE}: expected a reference of other weights than at the last release ({source}), got the "
+            "same; remove it"
+        )
+    for part, said, found in (("was", line.was, was), ("now", line.now, now)):
+        if found is not None and said != found[:12]:
+            raise SettingsError(
+                f"{where}.{_NEW_LINE}.{part}: expected {found[:12]}, the reference's weights "
+                f"{f'in {source}' if part == 'was' else 'now'}, got {_tell(said)}; correct it, with its reason"
+            )
+
+
 def _ask_reasons(policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str) -> str:
     """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them."""
     (key, was, now), *others = missing
     shown = [f"{key!r} was {_tell(was)} and is {_tell(now)}" for key, was, now in others]
-    likewise = f"; likewise {', '.join(shown)}; another model is a product of its own" if others else ""
+    likewise = f"; likewise {', '.join(shown)}" if others else ""
+    for old, new in ((before, after) for name, before, after in missing if name == _WEIGHTS):
+        said = f"{{was: {json.dumps(old)}, now: {json.dumps(new)}, why: ...}}"
+        likewise += f"; a model of another origin needs {_NEW_LINE}: {said} alone"
     return (
         f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
         f"at the last release ({source}) and is {_tell(now)}; add "

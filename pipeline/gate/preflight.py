@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import check_own_cases
-from pipeline.gate.loosening import check_loosening
+from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.plan import check_plan
 from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.gate.verdicts import build_policy
@@ -20,10 +21,17 @@ from pipeline.gate.wording import use_metrics
 from pipeline.settings.base import Product
 
 
-def check_gates(products: Iterable[Product], root: Path) -> list[str]:
+def check_gates(
+    products: Iterable[Product], root: Path, weights: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """Check the gate of every product; warn of tolerances that can't be proven and need not be, and of example cases.
 
     A warning names its product.
+
+    Args:
+        products: of params.yaml.
+        root: of the project.
+        weights: digest of each product's reference, where it is known before any work.
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
@@ -33,7 +41,8 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     _check_frozen(root / "dvc.yaml")
     for product in products:
         evalsets = load_evalsets(product, root)
-        check_cases(product, {name: evalset.digest for name, evalset in evalsets.items()}, root)
+        cases = {name: evalset.digest for name, evalset in evalsets.items()}
+        check_cases(product, cases, root, weights=weights.get(product.name))
         with use_metrics(product.metrics):
             warnings += map(product.name_in, check_plan(product, plan_product(product, evalsets, root)))
         try:
@@ -43,18 +52,19 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     return warnings
 
 
-def check_cases(product: Product, cases: Mapping[str, str], root: Path) -> None:
-    """Check that settings that are looser than at the last release, and cases that are others, have their reasons.
+def check_cases(product: Product, cases: Mapping[str, str], root: Path, *, weights: str | None = None) -> None:
+    """Check that settings that are looser than at the last release, and what they ask of others, have their reasons.
 
     Args:
         product: settings.
         cases: digest of each eval's, where it is known before any work.
         root: of the project.
+        weights: digest of the reference's; None: not known yet.
 
     Raises:
         SettingsError: one has none, or a reason is not needed.
     """
-    policy, material = build_policy(product), {f"evals.{name}.cases": digest for name, digest in cases.items()}
+    policy, material = build_policy(product), name_material(weights=weights, cases=cases)
     late = {key for key in policy.loosened if key.startswith("reference.") or key.endswith(".cases")} - set(material)
     judged = {key: reason for key, reason in policy.loosened.items() if key not in late}
     check_loosening(policy.model_copy(update={"loosened": judged}), root, material=material)

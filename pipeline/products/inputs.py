@@ -18,6 +18,7 @@ from pipeline.products.params import Params
 from pipeline.records.digests import digest_text
 from pipeline.running.kept_digests import digest_code_once, digest_watched
 from pipeline.settings.base import Product
+from pipeline.settings.hub_names import parse_pinned
 
 WARNED = "QUANTGATE_WARNED"  # a variable of a process whose user has read the warnings of stage `env` already
 Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
@@ -41,6 +42,19 @@ def digest_inputs(params: Params, root: Path) -> Digests:
                 # no kind's word for its code takes the place of what was read
                 digests.setdefault(stage, {})[key] = settings | {"code": code[stage, kind]}
     return digests
+
+
+def digest_references(params: Params, root: Path) -> dict[str, str]:
+    """Return the digest of the weights of each product's reference, where no step changes them, by product.
+
+    What the gate pins: that of a folder. A model of a hub is known by its name alone before it is evaluated.
+    """
+    references = {name: product.candidates[product.reference] for name, product in params.products.items()}
+    return {
+        name: digest_watched(own.checkpoint, root)
+        for name, own in references.items()
+        if not own.steps and not parse_pinned(own.checkpoint)
+    }
 
 
 def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:

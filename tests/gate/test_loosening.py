@@ -302,3 +302,61 @@ def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_kno
 def test_a_reason_before_a_first_release_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="expected none before a first release, as nothing can be looser"):
         check_loosening(policy(loosened={"alpha": {"was": 0.05, "now": 0.2, "why": WHY}}), tmp_path, material={})
+
+
+LINE = {"was": 12 * "a", "now": 12 * "e", "why": "another base model"}
+OTHER = MATERIAL | {"reference.weights": "e" * 64, "evals.calls.cases": "0" * 64}
+
+
+def test_a_model_of_another_origin_starts_a_new_line_by_one_reason(released: Path) -> None:
+    """Seven reasons were asked for, one of them after all work."""
+    loose: dict[str, Any] = {"alpha": 0.1, "on_inconclusive": "warn"}
+    with pytest.raises(SettingsError, match=r"new_line: \{was: \"a{12}\", now: \"e{12}\", why: ...\} alone$"):
+        check_loosening(policy(**loose), released, material=OTHER)
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(policy(**loose), released, material=MATERIAL)
+    assert "new_line" not in str(caught.value), "the model is the same"
+    asked = policy(loosened={"new_line": LINE}, **loose)
+    for material in (OTHER, {}):
+        check_loosening(asked, released, material=material)
+    path = released / RELEASE / PRODUCT / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"policy": asked.model_dump(mode="json")}
+    manifest["reference"]["weights_digest"] = "e" * 64
+    manifest["evalsets"]["calls"]["digest"] = "0" * 64
+    write_text(path, json.dumps(manifest))
+    check_loosening(asked, released, material=OTHER)
+    with pytest.raises(SettingsError, match=r"expected 'alpha' with a reason, as it was 0\.1"):
+        check_loosening(asked.model_copy(update={"alpha": 0.2}), released, material=OTHER)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "material", "said"),
+    [
+        ({"new_line": LINE}, MATERIAL, r"new_line: expected a reference of other weights than at the last release"),
+        (
+            {"new_line": LINE | {"was": "b"}},
+            OTHER,
+            r"new_line\.was: expected a{12}, the reference's weights in .*, got b;",
+        ),
+        (
+            {"new_line": LINE | {"now": "b"}},
+            OTHER,
+            r"new_line\.now: expected e{12}, the reference's weights now, got b;",
+        ),
+        ({"new_line": LINE, "alpha": LINE}, OTHER, r"expected new_line alone, as nothing else .*, got 'alpha'; remove"),
+    ],
+)
+def test_a_new_line_is_no_way_around_the_pin(
+    released: Path, reasons: dict[str, Any], material: dict[str, str], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check_loosening(policy(alpha=0.1, loosened=reasons), released, material=material)
+
+
+def test_a_manifest_that_was_taken_away_is_not_a_first_release(released: Path) -> None:
+    """Without it alone everything could be loosened, and no stage said a word."""
+    folder = released / RELEASE / PRODUCT
+    write_sums(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(EvidenceError, match=r"expected the manifest of the last release, found none beside its SHA256"):
+        check_loosening(policy(alpha=0.1), released, material={})

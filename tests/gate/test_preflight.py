@@ -12,6 +12,8 @@ from evalsets.seal import seal
 from pipeline.errors import SettingsError
 from pipeline.gate.preflight import check_gates
 from pipeline.products.params import load_params
+from pipeline.records.record_files import read_record
+from pipeline.release.manifest import Manifest
 from pipeline.settings.base import Loosened
 from tests.paths import ROOT
 
@@ -30,6 +32,17 @@ def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path: Path) -> No
         path.write_text(text)
         with pytest.raises(SettingsError, match=rf"dvc.yaml: stages.{name}.frozen: expected a stage that runs when"):
             check_gates([], tmp_path)
+
+
+def test_other_weights_of_the_reference_are_refused_before_any_work(tmp_path: Path) -> None:
+    """The gate alone said so, hours later."""
+    product = load_params(ROOT / "params.yaml").products["shots"]
+    shutil.copytree(ROOT / "evalsets/shots", tmp_path / "evalsets/shots")
+    shutil.copytree(ROOT / "release/shots", tmp_path / "release/shots")
+    weights = read_record(ROOT / "release/shots/manifest.json", Manifest).reference.weights_digest
+    assert check_gates([product], tmp_path, {"shots": weights}) == [] == check_gates([product], tmp_path)
+    with pytest.raises(SettingsError, match=r"loosened: expected 'reference\.weights' with a reason, as it was"):
+        check_gates([product], tmp_path, {"shots": "0" * 64})
 
 
 def test_cases_sealed_anew_since_the_last_release_are_refused_before_any_work(tmp_path: Path) -> None:

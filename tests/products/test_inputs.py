@@ -10,6 +10,8 @@ import pytest
 
 from pipeline.products import inputs
 from pipeline.products.params import load_params
+from pipeline.records.record_files import read_record
+from pipeline.release.manifest import Manifest
 from pipeline.running.stage_code import digest_code
 from tests.paths import ROOT
 
@@ -60,3 +62,14 @@ def copy_inputs(folder: Path) -> Path:
     shutil.copytree(ROOT / "models/agent", folder / "models/agent")
     shutil.copyfile(ROOT / "params.yaml", folder / "params.yaml")
     return folder
+
+
+def test_the_weights_of_a_reference_are_known_by_what_the_gate_pins() -> None:
+    params = load_params(ROOT / "params.yaml")
+    names = ("agent", "upscaler")
+    only = type(params)({name: params.products[name] for name in names})
+    pinned = {
+        name: read_record(ROOT / "release" / name / "manifest.json", Manifest).reference.weights_digest
+        for name in names
+    }
+    assert inputs.digest_references(only, ROOT) == pinned
