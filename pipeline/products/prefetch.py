@@ -38,6 +38,7 @@ from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch_step import Order, carry_out, preload
 from pipeline.records.plain_text import format_line
 from pipeline.running.environment import list_own_gpus
+from pipeline.running.lock_holders import name_holder
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View, end_on_sigterm
 from pipeline.running.run_state import Ending
@@ -172,7 +173,7 @@ def lock_project() -> Iterator[None]:
             yield
     except Timeout:
         raise JournalError(
-            f"{path}: expected one prefetch at a time, another one runs; wait for it or end it"
+            f"{path}: expected one prefetch at a time, another one runs{name_holder(path)}; wait for it or end it"
         ) from None
 
 

@@ -26,6 +26,7 @@ from pipeline.errors import JournalError
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.record_files import first_problem
+from pipeline.running.lock_holders import name_holder
 
 SYNC_EVERY = 64  # cases between syncs to disk
 
@@ -44,7 +45,8 @@ def lock_candidate(build: Path, candidate: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise JournalError(
-            f"{path}: expected one process to work on {candidate!r} at a time, another one does; wait for it or end it"
+            f"{path}: expected one process to work on {candidate!r} at a time, another one does{name_holder(path)}; "
+            "wait for it or end it"
         ) from None
     try:
         yield
