@@ -281,6 +281,14 @@ def test_records_of_anything_else_are_never_taken_over(
     assert (tmp_path / "build/agent/journal/a/finished/evaluation.json").is_file()
 
 
+def test_the_records_that_a_later_run_may_take_over_cost_no_bytes(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """A suite of perplexities keeps 50 bytes a token and candidate: they were there twice."""
+    run(tmp_path)
+    folder, last = (tmp_path / "build/agent" / name for name in ("evaluations/a", "journal/a/finished"))
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    assert names and all((folder / name).samefile(last / name) for name in names)
+
+
 def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:

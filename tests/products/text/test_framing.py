@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -164,6 +165,19 @@ def test_other_evals_go_on_while_arrays_are_written(
 
     asyncio.run(score())
     assert went_on.is_set()
+
+
+def test_arrays_are_packed_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
+    """What DVC keeps of a candidate is mostly these; a time of day in them would make each run another result."""
+    ids = np.arange(60_000, dtype=np.int32).reshape(-1, 20) % 500
+    scores = TokenScores(np.zeros(3_000, np.float32), ids, np.zeros((3_000, 20), np.float32))
+    encoded = [perplexity._encode([scores])]
+    for name in ("first", "second"):
+        perplexity._write_arrays(tmp_path / name, encoded)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    assert (tmp_path / "first").stat().st_size < ids.nbytes / 2
+    with np.load(tmp_path / "first") as kept:
+        assert kept["offsets"].tolist() == [0, 3_000] and (kept["top_ids"] == ids).all()
 
 
 def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[Any]:

@@ -41,7 +41,7 @@ from pipeline.records.evaluations import (
     EvalFile,
     Evaluation,
 )
-from pipeline.records.files import replace_folder, write_text
+from pipeline.records.files import link_or_copy, replace_folder, write_text
 from pipeline.records.record_files import write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
@@ -220,8 +220,8 @@ def _build_eval_file(job: EvalJob, folder: Path, num_cases: int) -> EvalFile:
 
 
 def _put_in_place(evaluation: Evaluation, paths: Paths) -> None:
-    """Write what says that an evaluation is whole; its folder takes the place of the last one, a copy the journal's."""
+    """Write what says that an evaluation is whole; its folder takes the last one's place, a second name the journal's."""
     write_record(paths.folder / "evaluation.json", evaluation)
     replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
-    shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
+    shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES), copy_function=link_or_copy)

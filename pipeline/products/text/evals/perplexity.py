@@ -149,5 +149,9 @@ def _write_arrays(path: Path, encoded: list[str]) -> None:
     # np.savez would write the time of day into the file, and equal arrays would differ
     with replace_whole(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for name, array in arrays.items():
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array)
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, array)
+            info = zipfile.ZipInfo(f"{name}.npy")
+            archive.writestr(
+                info, buffer.getbuffer(), zipfile.ZIP_DEFLATED, compresslevel=1
+            )  # more takes twice as long
