@@ -44,6 +44,7 @@ from pipeline.report.presenting import Presenter, Words
 from pipeline.report.sections import Folded, Table
 from pipeline.report.unproven import list_unproven
 
+HARM = "harm.png"
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖", "reported": "·"}
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
@@ -86,7 +87,7 @@ def render_report(
     blocks = [
         _candidate_table(judgement, presenter.list_columns(compared.evals)),
         describe_floor(judgement),
-        "![Harm of every gated comparison against its tolerance](harm.png)",
+        *([f"![Harm of every gated comparison against its tolerance]({HARM})"] if _has_gated(judgement) else []),
         *presenter.build_overview(compared),
     ]
     parts = [_headline(judgement), *(f"{write_block(block)}\n" for block in blocks)]
@@ -105,6 +106,11 @@ def render_report(
     ]
     parts.append(_explain(judgement.policy, presenter.words))
     return "\n".join(parts)
+
+
+def _has_gated(judgement: Judgement) -> bool:
+    """Say whether anything was compared with a tolerance: nothing is where all evidence is unfit."""
+    return any(own.outcome != "reported" for verdict in judgement.verdicts for own in verdict.comparisons)
 
 
 def _explain(policy: Policy, words: Words) -> str:

@@ -19,7 +19,7 @@ from pipeline.report.explain import explain_release
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
 from pipeline.report.markdown import is_embedded
-from pipeline.report.markdown_report import metrics_tree, render_report
+from pipeline.report.markdown_report import HARM, metrics_tree, render_report
 from pipeline.report.plots import plot_harm
 from pipeline.report.presenting import Presenter
 
@@ -38,8 +38,11 @@ def write_report(compared: ReleaseComparison, product: P, presenter: Presenter[P
     write_text(product.reports / REPORT_FILE, report)
     write_record(product.reports / EXPLANATION, explanation)
     write_text(product.reports / JUNIT, render_junit(compared.judgement))
-    plot_harm(compared.judgement, product.reports / "harm.png")  # the page draws intervals of harm itself
-    pictures = {}
+    harm, pictures = product.reports / HARM, {}
+    if is_embedded(HARM, report):
+        plot_harm(compared.judgement, harm)  # the page draws intervals of harm itself
+    else:
+        harm.unlink(missing_ok=True)
     for figure in presenter.list_figures(product):
         path = product.reports / figure.name
         if is_embedded(figure.name, report):

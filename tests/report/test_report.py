@@ -60,6 +60,10 @@ def test_a_picture_that_would_be_empty_is_not_written_and_an_old_one_goes(
     write_report(compare_release(params, params.build), params, TextPresenter(), None)
     written = {path.name for path in params.reports.glob("*.png")}
     assert {"harm.png", "completion.png"} <= written and "speed.png" not in written
+    # all evidence is unfit, so that nothing was compared
+    write_report(compare_release(make_params(["ghost"], ["ghost"]), params.build), params, TextPresenter(), None)
+    assert not (params.reports / "harm.png").exists()
+    assert "harm.png" not in (params.reports / "report.md").read_text()
 
 
 def test_every_gated_bucket_is_in_the_row_of_its_candidate(tmp_path: Path) -> None:

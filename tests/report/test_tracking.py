@@ -16,6 +16,7 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.files import write_text
+from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.report.mlflow_runs.review_view import build_review
@@ -57,6 +58,17 @@ def test_reference_comes_first_and_every_run_says_its_verdict(runs: list[RunCont
     assert runs[2].params["gate"].endswith("(release)")
     assert runs[1].metrics["gate/passed"] == 0 and runs[1].metrics["gate/worst_loss_over_tolerance"] > 1
     assert "gate/passed" not in runs[0].metrics
+
+
+def test_what_fails_beside_the_comparisons_is_counted(judged: tuple[Judgement, Path]) -> None:
+    """A candidate that another path answers was a fail with none of them."""
+    reasons = tuple(Reason(kind=kind, text="x") for kind in (ReasonKind.FAILED, ReasonKind.LOST, ReasonKind.NOTE))
+    verdict = judged[0].verdicts[1].model_copy(update={"reasons": reasons})
+    before, after = (
+        build_runs(judged[0].model_copy(update={"verdicts": (own,)}), judged[1])[1].metrics["gate/num_fail"]
+        for own in (judged[0].verdicts[1].model_copy(update={"reasons": ()}), verdict)
+    )
+    assert after == before + 1
 
 
 def test_headline_is_the_first_gated_metric(runs: list[RunContents]) -> None:
@@ -105,7 +117,9 @@ def test_the_longest_bucket_of_an_evalset_fits() -> None:
 
 
 def test_a_note_is_safe_markdown(judged: tuple[Judgement, Path]) -> None:
-    verdict = judged[0].verdicts[0].model_copy(update={"reasons": ("fail: x\n# <b>PASS</b>",)})
+    verdict = (
+        judged[0].verdicts[0].model_copy(update={"reasons": (Reason(kind=ReasonKind.LOST, text="x\n# <b>PASS</b>"),)})
+    )
     notes = [run.note for run in build_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
     assert "fail: x\\n# &lt;b>PASS&lt;/b>" in notes[1]
 

@@ -20,6 +20,7 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import R, read_record
 from pipeline.records.verdicts import Metric, Verdict
 from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
@@ -201,7 +202,7 @@ def name_gate(verdict: Verdict | None) -> dict[str, float]:
     """Say what the gate said as numbers, as the compare page shows no tags.
 
     `worst_loss_over_tolerance` is the largest observed loss of any gated metric or bucket: 1 is a
-    loss as large as its tolerance.
+    loss as large as its tolerance. `num_fail` counts checks of path, drafts and speed, too.
     """
     if verdict is None:
         return {}
@@ -209,6 +210,8 @@ def name_gate(verdict: Verdict | None) -> dict[str, float]:
     outcomes = [c.outcome for c, _ in gated]
     numbers = {"gate/passed": float(verdict.outcome == "pass")}
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
+    if failed := sum(reason.kind == ReasonKind.FAILED for reason in verdict.reasons):
+        numbers["gate/num_fail"] = numbers.get("gate/num_fail", 0.0) + failed
     if gated:
         numbers[WORST] = round(max(c.harm / tolerance for c, tolerance in gated), 4)  # a table shows all digits
     return numbers

@@ -220,7 +220,7 @@ def _build_eval_file(job: EvalJob, folder: Path, num_cases: int) -> EvalFile:
 
 
 def _put_in_place(evaluation: Evaluation, paths: Paths) -> None:
-    """Write what says that an evaluation is whole; its folder takes the last one's place, a second name the journal's."""
+    """Write what says that an evaluation is whole; its folder takes the last one's place, and names in the journal."""
     write_record(paths.folder / "evaluation.json", evaluation)
     replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)

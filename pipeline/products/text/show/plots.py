@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -71,7 +72,10 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
         colour, marker, width = OUTCOMES.get(outcome, ("#606060", "s", 6))
         if found.low is not None and found.high is not None:
             axis.plot([size] * 2, [scale * found.low, scale * found.high], color=colour, linewidth=1.6)
-        axis.plot([size], [value], color=colour, marker=marker, markersize=width, markeredgecolor="white")
+        look: dict[str, Any] = {"markersize": width, "markeredgecolor": "white"}
+        if outcome == "reference":  # a candidate may lie on it: it is a frame around that
+            look = {"markersize": width + 4, "markeredgecolor": colour, "markerfacecolor": "none"}
+        axis.plot([size], [value], color=colour, marker=marker, **look)
         labels.append((value, size, f"{name}: {outcome}"))
     _write_labels(axis, labels)
     front = find_front(points)
@@ -86,7 +90,10 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
 
 
 def _write_labels(axis: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
-    """Write labels beside their points, (y, x, text), from above, each below those that it would cover."""
+    """Write labels beside their points, (y, x, text), from above, each below those that it would cover.
+
+    Those of the right half stand left of their points: they would leave the picture.
+    """
     (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
     width, height = 0.35 * (right - left), 0.04 * (high - low)
     placed: list[tuple[float, float]] = []
@@ -97,9 +104,9 @@ def _write_labels(axis: Axes, labels: Sequence[tuple[float, float, str]]) -> Non
                 place = other - height
         placed.append((place, x))
         line = {"arrowstyle": "-", "color": "#A0A0A0", "linewidth": 0.6}
-        axis.annotate(
-            text, (x, y), (x + 0.1 * width, place), fontsize=8, va="center", arrowprops=line, parse_math=False
-        )
+        side, aside = ("right", -0.1) if x > (left + right) / 2 else ("left", 0.1)
+        where = (x + aside * width, place)
+        axis.annotate(text, (x, y), where, fontsize=8, va="center", ha=side, arrowprops=line, parse_math=False)
 
 
 def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
