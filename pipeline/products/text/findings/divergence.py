@@ -116,10 +116,10 @@ def top_k_kl(
 
     Reference: T. Cover and J. Thomas, Elements of Information Theory (2006), section 2.7.
     """
-    same = ids_p[:, :, None] == ids_q[:, None, :]
-    shared = same.any(axis=2)
+    place = (ids_p[:, :, None] == ids_q[:, None, :]).argmax(axis=2)  # 0 also where it is nowhere
+    shared = np.take_along_axis(ids_q, place, axis=1) == ids_p
     log_p = logprobs_p.astype(np.float64)
-    log_q = np.take_along_axis(logprobs_q.astype(np.float64), same.argmax(axis=2), axis=1)
+    log_q = np.take_along_axis(logprobs_q.astype(np.float64), place, axis=1)
     p = np.where(shared, np.exp(log_p), 0.0)
     q = np.where(shared, np.exp(log_q), 0.0)
     listed = np.where(shared, p * (log_p - log_q), 0.0).sum(axis=1)
