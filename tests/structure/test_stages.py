@@ -193,6 +193,7 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
 
 
 QUANTISED = ("gptq-short", "gptq-long", "awq-long", "awq-long-g32", "fp8-dynamic", "w8a8", "fp8-kv", "nvfp4", "mixed")
+UNCALIBRATED = ("fp8-dynamic", "w8a8")
 TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled")]
 
 
@@ -214,6 +215,10 @@ TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled"
         (
             ("agent", "optimize", "num_threads", 3),
             lambda: _of("agent", *JUDGED) | {f"optimize@{name}" for name in QUANTISED},
+        ),
+        (
+            ("agent", "optimize", "calibration_texts", "evalsets/prose"),
+            lambda: _of("agent", *JUDGED) | {f"optimize@{name}" for name in QUANTISED if name not in UNCALIBRATED},
         ),
         (("awq-long", "", "checkpoint", "models/agent-draft"), lambda: {"optimize@awq-long"} | _of("agent", *JUDGED)),
         *((traced, lambda n=traced[0]: {f"evaluate@{n}"}) for traced in TRACED),

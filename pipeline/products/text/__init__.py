@@ -96,8 +96,11 @@ class TextKind:
         for name, candidate in product.candidates.items():
             steps = [step.build_record() for step in candidate.steps]
             optimize[name] = {"checkpoint": candidate.checkpoint, "steps": steps}
-            if any(isinstance(step, WeightStep) for step in candidate.steps):
-                optimize[name] |= {"optimize": product.optimize.model_dump(mode="json"), "calibration_texts": texts}
+            rewriting = [step for step in candidate.steps if isinstance(step, WeightStep)]
+            if rewriting:
+                optimize[name]["num_threads"] = product.optimize.num_threads
+            if any(step.calibration is not None for step in rewriting):
+                optimize[name]["calibration_texts"] = texts
             if candidate.speculative and candidate.speculative.draft:
                 optimize[name]["draft"] = digest_watched(candidate.speculative.draft, root)
             evaluate[name] = shared | {"engine": candidate.engine.model_dump(mode="json")}
