@@ -25,4 +25,4 @@ def name_holder(path: Path) -> str:
         command = Path(f"/proc/{pids[0]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (OSError, IndexError):
         return ""
-    return f" (process {pids[0]}: {format_line(command)[:100]})"
+    return f" (process {pids[0]}: {format_line(command.strip())[:100]})"
