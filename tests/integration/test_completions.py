@@ -43,11 +43,11 @@ def make_server(folder: Path, path: str) -> Any:
     return Server(load_candidate(candidate, folder, draft_folder=draft))
 
 
-async def post(server: Any, *bodies: dict[str, Any]) -> list[httpx.Response]:
+async def post(server: Any, *bodies: dict[str, Any], to: str = "/v1/completions") -> list[httpx.Response]:
     """Send requests at once."""
     transport = httpx.ASGITransport(app=server.build_app())
     async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
-        return await asyncio.gather(*(client.post("/v1/completions", json=BODY | body) for body in bodies))
+        return await asyncio.gather(*(client.post(to, json=BODY | body) for body in bodies))
 
 
 def continue_plainly(folder: Path, prompts: list[str], **options: Any) -> list[tuple[list[int], list[int]]]:
@@ -99,6 +99,83 @@ def test_a_plain_prompt_is_continued_as_by_plain_generation_up_to_its_first_stop
             assert reply.speculation.num_completion_tokens == reply.num_completion_tokens
     if path == "draft":
         assert all(r.speculation and r.speculation.acceptance_rate == 1 for r in full)
+
+
+def make_stops(folder: Path, prompts: list[str]) -> list[str]:
+    """Return for each prompt a text that its answer's fifth and sixth token make, and more tokens follow."""
+    tokenizer = load_tokenizer(folder)
+    return [tokenizer.decode(answer[4:6]) for _, answer in continue_plainly(folder, prompts, eos_token_id=-1)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_drafts_add_no_token_behind_a_stop_string(tmp_path: Path, path: str) -> None:
+    """A pass accepts several tokens at once: with the text alone cut, the gate saw other answers than the reference's.
+
+    The twin's every draft is accepted, also one up to a stop string.
+    """
+    folder, prompts = write_base_model(tmp_path / "tiny"), make_texts(12)
+    write_tiny_llama(tmp_path / "draft")
+    exact = {"ignore_eos": True, "min_tokens": MAX_TOKENS, "return_token_ids": True}
+    bodies = [{"prompt": p, "stop": s} | exact for p, s in zip(prompts, make_stops(folder, prompts), strict=True)]
+
+    def ask(path: str) -> list[Reply]:
+        server = make_server(folder, path)
+        try:
+            return [read_completion(answer.json(), 0.1) for answer in asyncio.run(post(server, *bodies))]
+        finally:
+            server._manager.stop()
+
+    expected, replies = ask("serial"), ask(path)
+    for plain, reply in zip(expected, replies, strict=True):
+        assert (reply.text, reply.token_ids) == (plain.text, plain.token_ids)
+        assert reply.num_completion_tokens == plain.num_completion_tokens == len(plain.token_ids or ()) <= 6
+        assert reply.finish_reason == plain.finish_reason == "stop"
+        if reply.speculation is not None:
+            assert reply.speculation.num_completion_tokens == plain.num_completion_tokens
+            assert path != "draft" or reply.speculation.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_chats_tokens_end_with_the_one_that_completes_a_stop_string(tmp_path: Path, path: str, streams: bool) -> None:
+    """Generation runs ahead of the one who reads, with drafts and without."""
+    folder = write_tiny_llama(tmp_path / "tiny")
+    write_tiny_llama(tmp_path / "draft")
+    tokenizer = load_tokenizer(folder)
+    conversations = [[{"role": "user", "content": text}] for text in make_texts(24)]
+    rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
+    answers = [answer for _, answer in continue_plainly(folder, rendered, eos_token_id=-1)]
+    told = [[decode_as_a_stream(tokenizer, answer[:n]) for n in range(MAX_TOKENS + 1)] for answer in answers]
+    # after bytes that are no character a stream has no more text
+    asked = [(c, texts, texts[10][-2:]) for c, texts in zip(conversations, told, strict=True) if texts[10] > texts[4]]
+    assert len(asked) >= 8
+    server = make_server(folder, path)
+
+    async def ask() -> list[tuple[str, str, int]]:
+        exact = {"ignore_eos": True, "min_tokens": MAX_TOKENS}
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+        bodies = [{"messages": messages, "stop": stop} | exact | options for messages, _, stop in asked]
+        return [read_chat_answer(r) for r in await post(server, *bodies, to="/v1/chat/completions")]
+
+    try:
+        said = asyncio.run(ask())
+    finally:
+        server._manager.stop()
+    for (text, finish, num_tokens), (_, texts, stop) in zip(said, asked, strict=True):
+        needed = next(n for n, text in enumerate(texts) if stop in text)
+        assert (text, finish, num_tokens) == (texts[-1].split(stop)[0], "stop", needed)
+
+
+def read_chat_answer(response: httpx.Response) -> tuple[str, str, int]:
+    """Return text, finish reason and number of tokens of a chat, streamed or not."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        answer = response.json()
+        (choice,) = answer["choices"]
+        return choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"]
+    *chunks, usage = (json.loads(e.removeprefix("data: ")) for e in response.text.split("\n\n") if "{" in e)
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    return text, chunks[-1]["choices"][0]["finish_reason"], usage["usage"]["completion_tokens"]
 
 
 def test_a_stop_string_is_looked_for_in_the_answer_alone() -> None:

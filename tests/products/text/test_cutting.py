@@ -9,12 +9,13 @@ import pytest
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from pipeline.products.text.serving.cutting import CutQueue, Cutter, collect
+from pipeline.products.text.serving.streams import build_piece
 
 CALL = '{"name":"f","arguments":{}}'
 
 
 class Streamer:
-    is_cancelled = False
+    is_cancelled, total_tokens = False, 9
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -42,6 +43,21 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stop
     items, streamer = cut(list(text), *stops)
     assert "".join(items) == expected
     assert streamer.is_cancelled == bool(ends)
+
+
+@pytest.mark.parametrize(("stop", "num_tokens"), [("bc", 3), ("a", 1), ("x", 9)])
+def test_the_tokens_of_an_answer_end_with_the_one_that_completes_a_stop_string(stop: str, num_tokens: int) -> None:
+    """The streamer had read nine when the text was looked at."""
+
+    async def run() -> int:
+        source: asyncio.Queue[Any] = asyncio.Queue()
+        for item in (*(build_piece(text, i + 1) for i, text in enumerate("abcabc")), None):
+            source.put_nowait(item)
+        queue = CutQueue(source, Streamer(), [stop])
+        await collect(queue)
+        return queue.total_tokens
+
+    assert asyncio.run(run()) == num_tokens
 
 
 def test_what_can_not_become_a_stop_string_is_not_held_back() -> None:

@@ -50,6 +50,13 @@ def test_an_accepted_token_may_end_the_answer() -> None:
     assert (counts.num_target_forwards, counts.num_accepted, counts.num_completion_tokens) == (1, 2, 2)
 
 
+def test_what_was_drafted_behind_a_stop_string_is_neither_right_nor_wrong() -> None:
+    """The target took all four; a perfect draft would look bad where answers are short."""
+    counts = count([[*PROMPT, 1, 2, 3], [4, 5, 6, 7]], [1, 2, 3, 4, 5])
+    assert (counts.num_completion_tokens, counts.num_drafted, counts.accepted_by_position) == (5, 4, (2, 1, 1))
+    assert count([[*PROMPT, 1, 9, 3]], [1, 2]).num_drafted == 3, "the answer ends with the target's own token"
+
+
 def test_a_rejected_token_hides_the_ones_after_it() -> None:
     """The third is right by chance, after a wrong second one: the target never kept it."""
     assert count([[*PROMPT, 1, 9, 3], [2], [3]], [1, 2, 3, 4]).accepted_by_position == (1, 0, 0)

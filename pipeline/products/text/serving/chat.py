@@ -29,6 +29,7 @@ from pipeline.products.text.serving.cutting import CutQueue, collect
 from pipeline.products.text.serving.generation import Generation
 from pipeline.products.text.serving.logprobs import write_chat_scores
 from pipeline.products.text.serving.request_fields import ChatRequest, read_chat
+from pipeline.products.text.serving.streams import build_pieces
 from pipeline.products.text.serving.tool_call_text import WrittenCall, read_calls
 
 _MODELS = ModelManager()
@@ -159,13 +160,14 @@ class _ChatHandler(ChatCompletionHandler):
         source, streamer = self._generation.manager.generate_streaming(
             model, processor, inputs, gen_config, request_id=request_id, response_parser=response_parser
         )
+        build_pieces(streamer)
         reads_calls = self._reads_calls and self._asked.streams
         if not (self._asked.stops or reads_calls):
             return source, streamer
         self._queue = CutQueue(
             source, streamer, self._asked.stops, reads_calls=reads_calls, calls_once=self._asked.calls_once
         )
-        return self._queue, streamer
+        return self._queue, self._queue
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
@@ -189,10 +191,10 @@ class _ChatHandler(ChatCompletionHandler):
     ) -> Response:
         model, ids = self._loaded.model, inputs["input_ids"]
         parser = build_response_parser(processor, model, ids)
-        _, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
+        self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
         assert self._queue is not None
         items = await collect(self._queue)
-        num_prompt, num_tokens = _count_tokens(ids), streamer.total_tokens
+        num_prompt, num_tokens = _count_tokens(ids), self._queue.total_tokens
         hit_max = num_tokens >= gen_config.max_new_tokens and not self._queue.is_stopped
         calls = [item for item in items if isinstance(item, ToolCall)]
         completion = self._build_completion(
@@ -211,7 +213,8 @@ class _ChatHandler(ChatCompletionHandler):
         config.max_new_tokens = self._generation.count_room(num_prompt, self._asked.max_tokens, field="messages")
 
     def _add_counts(self, request_id: str, usage: Any) -> Any:
-        if (counts := self._generation.take_counts(request_id)) is None:
+        counts = self._generation.take_counts(request_id)
+        if counts is None or (self._queue is not None and self._queue.is_stopped):  # those of what was cut off, too
             return usage
         return type(usage).model_validate({**usage.model_dump(), "speculation": counts.model_dump()})
 

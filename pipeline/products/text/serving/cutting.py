@@ -4,7 +4,7 @@ The text of an answer comes in pieces, of a token or so. A piece that may be the
 back until more has come. At the stop string the text ends, and so does generation. Where a request has tools, what
 may be a call is held back to the end, as a call can be read as a whole alone.
 
-Not covered: the tokens of a stopped answer, which are not known here.
+Not covered: the ids of a stopped answer's tokens; their number alone is known here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.cli.serving.utils import ToolCall, _StreamError
+from transformers.cli.serving.utils import ReasoningText, ToolCall, _StreamError
 
+from pipeline.products.text.serving.streams import Piece
 from pipeline.products.text.serving.tool_call_text import TAG, may_be_calls, read_calls
 
 
@@ -87,7 +88,7 @@ class CutQueue:
 
         Args:
             source: pieces of text, calls and reasoning that the library has read, an error, and None at the end.
-            streamer: of the same stream; it can end generation.
+            streamer: of the same stream; it can end generation, and counts its tokens.
             stops: strings that end the text.
             reads_calls: read tool calls out of the text.
             calls_once: drop all calls after the first.
@@ -98,11 +99,21 @@ class CutQueue:
         self._calls_once, self._has_called = calls_once, False
         self._ready: deque[Any] = deque()
         self._is_over = False
+        self._num_tokens: int | None = None  # up to the stop string
 
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._stop.is_cut
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens so far; they end with the one that completes a stop string, whatever was generated after it."""
+        return self._streamer.total_tokens if self._num_tokens is None else self._num_tokens
+
+    def cancel(self) -> None:
+        """End generation."""
+        self._streamer.cancel()
 
     async def get(self) -> Any:
         """Return the next item."""
@@ -119,10 +130,11 @@ class CutQueue:
     def _take(self, item: Any) -> None:
         if self._is_over:  # generated while the stop was on its way
             return
-        if type(item) is str:  # reasoning has a type of its own
+        if isinstance(item, str) and not isinstance(item, ReasoningText):
             self._add_text(self._stop.feed(item))
             if self.is_stopped:
-                self._streamer.cancel()
+                self._num_tokens = item.num_tokens if isinstance(item, Piece) else 0  # the parser's own, before any
+                self.cancel()
                 self._finish()
         elif item is None:
             self._add_text(self._stop.held)

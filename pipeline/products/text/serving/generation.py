@@ -25,6 +25,7 @@ from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.products.text.serving.request_fields import FieldError
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
 from pipeline.products.text.serving.speculation import SpeculativeManager
+from pipeline.products.text.serving.streams import SerialManager
 from pipeline.records.speculation import SpeculationCounts
 
 FORGET_AFTER_S = 10.0  # a token of a request that was cancelled may still be on its way
@@ -36,7 +37,7 @@ class Generated:
     """The greedy continuation of one prompt."""
 
     text: str  # up to the first stop string
-    tokens: tuple[int, ...]  # those of a stop string too
+    tokens: tuple[int, ...]  # up to the one that completes a stop string
     finish_reason: str  # "stop" or "length"
 
 
@@ -53,6 +54,17 @@ class StopStrings(StoppingCriteria):
         """Tell whether the answer's tokens hold one."""
         text = self._tokenizer.decode(tokens)
         return any(stop in text for stop in self._stops)
+
+    def count_kept(self, tokens: Sequence[int]) -> int:
+        """Return how many of an answer's tokens there are up to the one that completes a stop string.
+
+        Args:
+            tokens: of the answer; it may go on for some tokens behind the stop string, as steps of several tokens do.
+        """
+        count = len(tokens)
+        while self.hold(tokens[: count - 1]):
+            count -= 1
+        return count
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Tell it of prompts with their answers, int64 [batch, n]: transformers asks after each step."""
@@ -74,11 +86,13 @@ class Generation:
         if batching and speculative:
             raise EngineError(f"{loaded.name}: continuous batching drops speculation; serve it on the serial path")
         self.state = GenerationState(continuous_batching=batching, cb_config=loaded.batching.config)
-        self.manager = (
-            SpeculativeManager(loaded, speculative)
-            if speculative
-            else self.state.get_manager(loaded.name, use_cb=batching)
-        )
+        self.manager: Any
+        if speculative:
+            self.manager = SpeculativeManager(loaded, speculative)
+        elif batching:
+            self.manager = self.state.get_manager(loaded.name, use_cb=True)
+        else:
+            self.manager = SerialManager(loaded)
         self._scoring = ThreadPoolExecutor(1, "scoring")
         longest = max(map(len, loaded.tokenizer.get_vocab()), default=1)
         self._most_characters = _SLACK * longest * loaded.serving.context_length

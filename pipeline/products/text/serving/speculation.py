@@ -7,24 +7,23 @@ token by token, it is an error. A streamed answer is counted like any other.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.loading import LoadedModel
+from pipeline.products.text.serving.streams import PieceStreamer, SerialManager
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 
 
-class SpeculativeManager(GenerateManager):
+class SpeculativeManager(SerialManager):
     """The library's serial generation, one request at a time, with a draft model or prompt lookup."""
 
     def __init__(self, loaded: LoadedModel, config: SpeculativeConfig) -> None:
-        super().__init__()
-        self._loaded, self._config = loaded, config
+        super().__init__(loaded)
+        self._config = config
         self._fed: list[list[int]] = []
         self._counts: dict[str, SpeculationCounts] = {}
         loaded.model.register_forward_pre_hook(self._note_forward, with_kwargs=True)
@@ -40,74 +39,37 @@ class SpeculativeManager(GenerateManager):
         tokens, self._counts[request_id] = await self.async_submit(self.generate, inputs, gen_config)
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
-        """Stream from the library's inference thread; arguments and result as in the base class."""
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        streamer = _DraftStreamer(processor._tokenizer, loop, queue, response_parser=response_parser)
-
-        def run() -> None:
-            try:
-                _, counts = self.generate(inputs, gen_config, streamer)
-                if not streamer.is_cancelled:  # nobody would take them
-                    self._counts[request_id] = counts
-                streamer.finish()
-            except _GenerationCancelled:
-                loop.call_soon_threadsafe(queue.put_nowait, None)
-            except Exception as error:  # whatever it is, the client must not wait for more
-                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(" ".join(str(error).split())))
-
-        self.submit(run)
-        return queue, streamer
+    def _run_stream(self, inputs: dict[str, Any], config: Any, streamer: PieceStreamer, request_id: str) -> None:
+        _, counts = self.generate(inputs, config, streamer)
+        if not streamer.is_cancelled:  # nobody would take them
+            self._counts[request_id] = counts
 
     def generate(
-        self, inputs: dict[str, Any], config: Any, streamer: DirectStreamer | None = None
+        self, inputs: dict[str, Any], config: Any, streamer: PieceStreamer | None = None
     ) -> tuple[torch.Tensor, SpeculationCounts]:
         """Generate the answer to one prompt.
 
         Args:
-            inputs: `input_ids` and `attention_mask`, int64 [1, n].
+            inputs: `input_ids` and `attention_mask`, int64 [1, n]; `stopping_criteria` too where there are any, each a
+                `StopStrings`.
             config: the generation config, with `max_new_tokens`.
             streamer: is given the tokens of each target forward pass.
 
         Returns:
-            The completion's token ids, int64 [m], and the counts.
+            The completion's token ids, int64 [m], and the counts. It ends where it does without drafts: what a pass
+            accepted behind a stop string is cut off.
         """
         self._fed.clear()
         loaded, num_prompt = self._loaded, inputs["input_ids"].shape[-1]
         sequence = loaded.model.generate(
             **inputs, generation_config=config, assistant_model=loaded.draft, streamer=streamer
         )[0]
+        for stops in inputs.get("stopping_criteria", ()):
+            sequence = sequence[: num_prompt + stops.count_kept(sequence[num_prompt:].tolist())]
         return sequence[num_prompt:], count_speculation(self._fed, sequence.tolist(), num_prompt, self._config)
 
     def _note_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._fed.append(kwargs["input_ids"][0].tolist())
-
-
-class _DraftStreamer(DirectStreamer):
-    """The library's streamer for passes of several tokens; it ends when these have been counted, not before."""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for more."""
-        return self._cancelled.is_set()
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value.flatten())
-
-    def end(self) -> None:
-        """Generation is over, the count is still to come."""
-
-    def finish(self) -> None:
-        super().end()
 
 
 def count_speculation(
@@ -118,7 +80,8 @@ def count_speculation(
     Args:
         fed: token ids that each forward pass of the target was fed. The first begins with the prompt, each later
             one with the last certain token; the drafted tokens follow.
-        sequence: prompt and completion.
+        sequence: prompt and completion. A stop string may have ended it within what the last pass accepted; what was
+            drafted behind it does not count, as nothing is drafted behind any other end.
         num_prompt: tokens of the prompt.
         config: method and drafted tokens per forward pass.
 
@@ -128,7 +91,10 @@ def count_speculation(
     num_known, num_drafted, accepted = num_prompt, 0, [0] * config.num_tokens
     for number, tokens in enumerate(fed):
         drafted = tokens[1 if number else num_prompt :]
-        kept = _common_length(drafted, sequence[num_known:])
+        wanted = sequence[num_known:]
+        kept = _common_length(drafted, wanted)
+        if kept == len(wanted):
+            drafted = drafted[:kept]
         for position in range(kept):
             accepted[position] += 1
         num_drafted += len(drafted)
