@@ -47,6 +47,7 @@ class FakeEndpoint:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.broken: set[str] = set()
+        self.cut: set[str] = set()  # by max_tokens
         self.fingerprint = "f1"
 
     async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **_: Any) -> Reply:
@@ -58,7 +59,7 @@ class FakeEndpoint:
         return Reply(
             text=CALL,
             tool_calls=(),
-            finish_reason="stop",
+            finish_reason="length" if question in self.cut else "stop",
             num_prompt_tokens=9,
             num_completion_tokens=3,
             latency_s=0.1,
@@ -152,6 +153,20 @@ def run(
             candidate or make_candidate("a"), params, root=root, build=root / "build/agent", watches=watches
         )
     )
+
+
+def test_calls_that_max_tokens_ended_are_counted_in_the_evals_line(
+    tmp_path: Path, endpoint: FakeEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score of 0 for half a call looks like a model that can't call."""
+    endpoint.cut = {"a"}
+    run(tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    first, second = sorted(line for line in lines if "tool_call_exact_match" in line)
+    assert first.startswith("  first: n=2, tool_call_exact_match 1.0000, 1 of 2 answers cut by serving.max_tokens ")
+    assert "(raise it)" in first and "cut by" not in second
+    records = read_cases(tmp_path / "build/agent/evaluations/a/first.jsonl")
+    assert [record.cut_by for record in records] == ["serving.max_tokens", ""]
 
 
 def test_servers_start_while_evals_are_described(

@@ -66,8 +66,9 @@ ORDER, FINISH = '{"name":"order","arguments":{"n":2}}', '{"name":"finish","argum
 class ListedClient:
     """Answers from a list, whatever is asked, and keeps what was asked."""
 
-    def __init__(self, *answers: str | dict[str, Any] | Exception) -> None:
+    def __init__(self, *answers: str | dict[str, Any] | Exception, cut: int | None = None) -> None:
         self.answers = list(answers)
+        self.cut = cut  # place of the answer that max_tokens ends
         self.asked: list[dict[str, Any]] = []
         self.ended: list[str] = []
 
@@ -80,7 +81,7 @@ class ListedClient:
         return Reply(
             text=text,
             tool_calls=calls,
-            finish_reason="stop",
+            finish_reason="length" if len(self.asked) - 1 == self.cut else "stop",
             num_prompt_tokens=9,
             num_completion_tokens=3,
             latency_s=0.5,
@@ -133,6 +134,12 @@ def test_the_right_calls_complete(tmp_path: Path) -> None:
     ]
     assert {a["session"] for a in client.asked} == {"w1"} and client.ended == ["w1"]
     assert client.asked[0]["max_tokens"] == 64 and client.asked[0]["tools"] is None
+
+
+@pytest.mark.parametrize(("cut", "cut_by"), [(None, ""), (0, "serving.max_tokens"), (1, "serving.max_tokens")])
+def test_a_workflow_of_which_max_tokens_ended_a_turn_says_so(tmp_path: Path, cut: int | None, cut_by: str) -> None:
+    """Its score of 0 looks like a model that can't do it."""
+    assert run(tmp_path, ListedClient(ORDER, FINISH, cut=cut)).cut_by == cut_by
 
 
 @pytest.mark.parametrize(

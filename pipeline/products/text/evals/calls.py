@@ -37,6 +37,11 @@ def format_reply(reply: Reply) -> str:
     return json.dumps(reply.tool_calls[0].get("function", {}), sort_keys=True)
 
 
+def find_cut(*replies: Reply) -> str:
+    """Return the setting that ended one of some replies before the model did; nothing where it ended none."""
+    return "serving.max_tokens" if any(reply.finish_reason == "length" for reply in replies) else ""
+
+
 def continue_conversation(reply: Reply, result: str) -> list[dict[str, Any]]:
     """Return the two messages that follow a reply whose first call gave `result`, in the reply's own form."""
     if not reply.tool_calls:

@@ -125,7 +125,9 @@ async def _run_eval(
             f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
         )
     write_cases(paths.folder / f"{job.name}.jsonl", records)
-    shown = ", ".join(filter(None, (_format_headline(job.settings.metrics[0], records), format_cut(records))))
+    shown = _format_headline(job.settings.metrics[0], records)
+    if cut := format_cut(records):
+        shown += f", {cut} (raise it)"
     print(f"  {job.name}: n={len(records)}, {shown}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return records
 

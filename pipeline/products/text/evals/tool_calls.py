@@ -7,7 +7,7 @@ A case has two scores. `exact` asks for the expected call as JSON values and is 
 from __future__ import annotations
 
 from pipeline.evalsets.cases import ToolCallCase
-from pipeline.products.text.evals.calls import declare_tools, format_reply, is_accepted, is_exact, parse_call
+from pipeline.products.text.evals.calls import declare_tools, find_cut, format_reply, is_accepted, is_exact, parse_call
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.runner import check_prompts_fit, run_cases
 from pipeline.products.text.settings import ToolCallsEval
@@ -31,6 +31,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             buckets=case.buckets,
             prompt=case.messages[-1].content,
             output=format_reply(reply),
+            cut_by=find_cut(reply),
             scores={
                 "exact": float(call is not None and is_exact(call, case.expected)),
                 "accepted": float(call is not None and is_accepted(call, case.expected, case.accepted)),

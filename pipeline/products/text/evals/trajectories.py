@@ -15,6 +15,7 @@ from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.products.text.evals.calls import (
     continue_conversation,
     declare_tools,
+    find_cut,
     format_reply,
     parse_call,
     same_value,
@@ -44,7 +45,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
     async def run(case: TrajectoryCase) -> CaseRecord:
         messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
-        state, turns, latency_s, num_tokens, counts = case.state, [], 0.0, 0, []
+        state, turns, replies = case.state, [], []
         longest = 0  # tokens that the conversation has at most; unknown before the first reply
         for _ in range(settings.max_turns):
             try:
@@ -55,9 +56,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
                 turns.append(OUTGROWN)
                 break
             turns.append(format_reply(reply))
-            latency_s += reply.latency_s
-            num_tokens += reply.num_completion_tokens
-            counts.append(reply.speculation)
+            replies.append(reply)
             if (call := parse_call(reply)) is None:
                 break
             state, result = call_tool(declared, state, call.name, call.arguments)
@@ -73,10 +72,11 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             buckets=case.buckets,
             prompt=case.messages[-1].content,
             output="\n".join(turns),
+            cut_by=find_cut(*replies),
             scores={"completed": float(is_completed(case, state))},
-            latency_s=latency_s,
-            num_completion_tokens=num_tokens,
-            speculation=sum_speculation(counts),
+            latency_s=sum(reply.latency_s for reply in replies),
+            num_completion_tokens=sum(reply.num_completion_tokens for reply in replies),
+            speculation=sum_speculation(reply.speculation for reply in replies),
             fingerprint=context.fingerprint,
         )
 
