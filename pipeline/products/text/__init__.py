@@ -44,7 +44,8 @@ class TextKind:
         return find_text_problems(product)
 
     def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
-        """Check layers, tokenizers, chat templates, cases, kernels and memory."""
+        """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, kernels and memory."""
+        from pipeline.products.text.benchmark.preflight import check_prompts
         from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
         from pipeline.products.text.memory import (
             Room,
@@ -59,8 +60,10 @@ class TextKind:
         check_text(product, root)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
+        task_warnings = check_tasks(product, root)
+        check_prompts(product, root)
         return [
-            *check_tasks(product, root),
+            *task_warnings,
             *warn_of_calibration(product),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),
             *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),

@@ -19,7 +19,14 @@ from pipeline.errors import SettingsError, UnequalWorkError
 from pipeline.products.text.benchmark.audits import read_gpu_memory_mib, read_peak_memory_mib
 from pipeline.products.text.benchmark.prefix_cache import find_prefix_cache_hits
 from pipeline.products.text.benchmark.probes import probe, read_text
-from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
+from pipeline.products.text.benchmark.prompts import (
+    Grid,
+    Plan,
+    load_prompts,
+    plan_grid,
+    read_expected,
+    read_task_prompts,
+)
 from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
 from pipeline.products.text.benchmark.streaming import DEFINITIONS
 from pipeline.products.text.serving.client import Client
@@ -72,7 +79,7 @@ async def _measure(
     ours: Contender, theirs: Contender, client: Client, product: TextProduct, *, root: Path, build: Path, name: str
 ) -> tuple[list[Cell], dict[str, Side]]:
     """Plan, warm up, probe and time; return the cells, and by role what is known of each side."""
-    prompts = load_prompts(product, root, build / "evaluations" / product.reference)
+    prompts = load_prompts(product, root, read_task_prompts(product, root, build / "evaluations" / product.reference))
     num_tokens = product.benchmark.num_tokens
     grid = await plan_grid(prompts, client, product.benchmark)
     plans, texts = grid.plans, sorted(map(read_text, prompts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,13 @@ class Grid:
     probes: dict[tuple[int, int], list[Prompt]]
 
 
-def load_prompts(product: TextProduct, root: Path, evaluated: Path | None = None) -> list[Prompt]:
+def load_prompts(product: TextProduct, root: Path, of_tasks: Iterable[Prompt] = ()) -> list[Prompt]:
     """Return all distinct prompts of the evals, in an order that mixes them and is always the same.
 
     Args:
         product: the evals.
         root: project root.
-        evaluated: folder of the reference's evaluation, whose records hold the prompts of tasks; None: none of these.
+        of_tasks: the prompts of lm-eval tasks that are answered in words.
     """
     prompts: dict[str, Prompt] = {}
     for name, settings in product.chat_evals.items():
@@ -87,15 +87,21 @@ def load_prompts(product: TextProduct, root: Path, evaluated: Path | None = None
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one
             prompts.setdefault(canonical_json([messages, tools]), Prompt(name, case.id, messages, tools))
-    for prompt in _read_answered(product, root, evaluated) if evaluated is not None else ():
+    for prompt in of_tasks:
         prompts.setdefault(canonical_json([prompt.content, None]), prompt)
     mixed = list(prompts.values())
     random.Random(0).shuffle(mixed)
     return mixed
 
 
-def _read_answered(product: TextProduct, root: Path, evaluated: Path) -> Iterator[Prompt]:
-    """Yield the prompts of tasks that were answered in words, as they were sent."""
+def read_task_prompts(product: TextProduct, root: Path, evaluated: Path) -> Iterator[Prompt]:
+    """Yield the prompts of tasks that were answered in words, as they were sent.
+
+    Args:
+        product: the tasks.
+        root: project root.
+        evaluated: folder of the reference's evaluation, whose records hold them.
+    """
     is_plain = not has_chat_template(product, root)
     evaluation = read_record(evaluated / "evaluation.json", Evaluation)
     for name in product.task_evals:

@@ -24,11 +24,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import BaseHandler, Modality
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.chat import answer_chat
-from pipeline.products.text.serving.chat_template import check_template, find_problem, prepare_messages
+from pipeline.products.text.serving.chat_template import (
+    check_template,
+    find_problem,
+    prepare_messages,
+    tokenize_messages,
+)
 from pipeline.products.text.serving.completions import answer_completion
 from pipeline.products.text.serving.generation import Generation
 from pipeline.products.text.serving.loading import LoadedModel
@@ -158,10 +162,7 @@ class Server:
         messages = prepare_messages(tokenizer, body["messages"])
         if problem := find_problem(tokenizer, messages, tools):
             raise HTTPException(400, f"messages: {problem}")
-        inputs = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
-        return tokenizer.apply_chat_template(inputs, tools=tools, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        return tokenize_messages(tokenizer, messages, tools)
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""

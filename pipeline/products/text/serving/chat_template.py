@@ -74,3 +74,9 @@ def prepare_messages(tokenizer: Any, messages: Sequence[Any]) -> list[dict[str, 
                 raise FieldError("messages", f"tool_calls of message {i}: {error}") from None
         prepared.append(known)
     return prepared
+
+
+def tokenize_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
+    """Return the token ids of prepared messages as the template renders them, the answer begun."""
+    inputs = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
+    return tokenizer.apply_chat_template(inputs, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"]
