@@ -124,7 +124,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
         "params.yaml: products.agent.serving.dtype: expected this key, found none",
     ),
     "wrong-type": (
-        lambda: edit("params.yaml", "concurrency: 64", "concurrency: many"),
+        lambda: edit("params.yaml", "concurrency: 256", "concurrency: many"),
         "products.agent.serving.concurrency: expected a whole number, got 'many'",
     ),
     "released-twice": (
