@@ -23,8 +23,7 @@ setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
 	@install -m 755 scripts/quantgate "$(PYTHON_BIN)/quantgate"
 
-plan: setup  ## what the gate's suites can prove and what a run will cost, before any model runs
-	@python -m scripts.check_settings
+plan: setup  ## check all that a run needs, and say what the gate's suites can prove and what a run will cost
 	@python scripts/plan.py
 
 repro: setup  ## run what is out of date, to the verdict; fails when the gate fails; JOBS=4: four candidates at once

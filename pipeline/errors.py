@@ -3,6 +3,7 @@
     QuantgateError            anything a user can act on; stages print it as one line and exit 1
     ├── SettingsError         params.yaml is wrong: carries the path of the offending key
     ├── CheckpointError       a checkpoint folder can't be opened, or is not what it claims to be
+    ├── SizeError             a suite of cases or a machine is too small for what is asked of it
     ├── EvalsetError          a card or a case file is malformed: carries file and line
     ├── QuantizationError     an optimisation step can't do, or did not do, what was asked
     ├── NumericsError         a formula was given what it can't work on, or can't hold what it promises
@@ -69,6 +70,10 @@ class QuantgateError(Exception):
 
 class SettingsError(QuantgateError):
     """params.yaml is wrong; the message starts with the path of the key."""
+
+
+class SizeError(QuantgateError):
+    """A suite of cases is too small for a tolerance, or a machine for weights, whatever the candidate does."""
 
 
 class CheckpointError(QuantgateError):

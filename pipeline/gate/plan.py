@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from pipeline.errors import EvidenceError, SettingsError
+from pipeline.errors import EvidenceError, SizeError
 from pipeline.gate.clusters import Spread
 from pipeline.gate.resampling import bootstrap_bounds
 from pipeline.gate.statistics import bound_unseen, count_bounds
@@ -306,10 +306,10 @@ def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
     """Return a warning for each tolerance that can't be proven and need not be, or could be by another reference.
 
     Raises:
-        SettingsError: one must be proven, so that no candidate could ever pass.
+        SizeError: one must be proven, so that no candidate could ever pass.
     """
     if needed := list_impossible([row for row in rows if row.is_needed and row.is_sure]):
-        raise SettingsError(product.locate(needed[0]))
+        raise SizeError(product.locate(needed[0]))
     return list_impossible(rows)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import CheckpointError, SettingsError
+from pipeline.errors import SettingsError, SizeError
 from pipeline.product import Start
 from pipeline.products import KINDS
 from pipeline.products.params import PARAMS, Params, parse_params, read_settings
@@ -97,7 +97,7 @@ def _check_anywhere(product: Product, root: Path) -> list[str]:
     check, machine = KINDS[product.kind].check, read_machine()
     try:
         return check(product, root, machine)
-    except CheckpointError as error:
+    except SizeError as error:
         boundless = machine.model_copy(update={"memory_mib": _BOUNDLESS_MIB, "gpus": ()})
         return [str(error), *check(product, root, boundless)]
 

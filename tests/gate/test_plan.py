@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import SettingsError
+from pipeline.errors import SizeError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, check_plan, list_impossible, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
@@ -137,7 +137,7 @@ def test_a_judgement_of_before_it_kept_digests_is_known_by_its_number_of_cases(
 def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: str) -> None:
     params = make_params(["a"], ["a"], tolerances=TOLERANCES, on_inconclusive="block")
     rows = plan_gate(params, {"workflows": {None: size}}, None)
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(SizeError) as caught:
         check_plan(params, rows)
     assert said in str(caught.value)
     assert "\nimpossible: " in render_plan(rows)
@@ -169,7 +169,7 @@ def test_cases_of_the_last_run_stop_nothing_as_there_may_be_more_by_now(tmp_path
     rows = plan_gate(params, {}, last)
     assert [row.n for row in rows] == [32, 32]
     assert check_plan(params, rows) == [] and "impossible" not in render_plan(rows)
-    with pytest.raises(SettingsError, match="32 cases in 32 effective clusters can't prove it"):
+    with pytest.raises(SizeError, match="32 cases in 32 effective clusters can't prove it"):
         check_plan(params, plan_gate(params, {"choices": {None: SuiteSize(32, 32.0)}}, last))
 
 

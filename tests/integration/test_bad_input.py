@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+import scripts.plan
 import stages.benchmark
 import stages.compare
 import stages.env
@@ -73,7 +74,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     """Run a stage's main as its file would; return the exit code and what quantgate said on stderr."""
-    name = stage.__name__.removeprefix("stages.")
+    name = stage.__name__.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [name, *argv])
     with pytest.raises(SystemExit) as exited:
         run_stage(name, stage.main)
@@ -162,6 +163,35 @@ def test_env_refuses_in_one_line_before_any_work(
     assert (code, line.count("\n")) == (1, 0)
     assert said in line
     assert not Path("build").exists()
+
+
+@pytest.mark.parametrize("damage", [cut_weights, lambda: overwrite("evalsets/prose/cases.jsonl", b"{}\n")])
+def test_a_plan_finds_what_env_finds(
+    project: Path, damage: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make plan` printed its tables for weights that no run could load."""
+    damage()
+    found = [run(stage, monkeypatch, capsys) for stage in (stages.env, scripts.plan)]
+    assert [code for code, _ in found] == [1, 1]
+    assert found[0][1].partition(": ")[2] == found[1][1].partition(": ")[2] != ""
+
+
+def test_a_plan_shows_the_other_tolerances_beside_one_that_no_candidate_proves(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stage `env` stops at the first, but what the cases can prove is what a plan is asked for."""
+    edit(
+        "params.yaml",
+        r"workflows/task_completion_rate:\n( +)overall: [\d.]+",
+        r"workflows/task_completion_rate:\n\1overall: 0.002",
+    )
+    monkeypatch.setattr(sys, "argv", ["plan", "agent"])
+    with pytest.raises(SystemExit) as exited:
+        run_stage("plan", scripts.plan.main)
+    shown = capsys.readouterr()
+    assert exited.value.code == 1
+    assert "choices/accuracy" in shown.out
+    assert "quantgate plan: products.agent.gate.tolerances.workflows/task_completion_rate.overall: " in shown.err
 
 
 def test_what_the_system_refuses_is_one_line_too(

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import QuantgateError, SettingsError
-from pipeline.products import judging, repro
+from pipeline.products import checking, judging, repro
 from pipeline.products.inputs import WARNED
 from pipeline.products.params import load_params
 from pipeline.products.prefetch import Share, choose_candidates
@@ -224,13 +224,15 @@ def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed
 @pytest.fixture
 def quiet_env(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stage `env` look at nothing and write nothing."""
-    for name in ("make_missing", "prove_gpus", "list_texts", "write_if_changed", "digest_inputs", "read_libraries"):
+    for name in ("write_if_changed", "digest_inputs", "read_libraries"):
         monkeypatch.setattr(env, name, lambda *_, **__: None)
+    for name in ("make_missing", "prove_gpus", "list_texts"):
+        monkeypatch.setattr(checking, name, lambda *_, **__: None)
     for name in ("list_held_gpus", "check_gates"):
-        monkeypatch.setattr(env, name, lambda *_: [])
+        monkeypatch.setattr(checking, name, lambda *_: [])
     monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={}))
     monkeypatch.setattr(env, "read_machine", lambda: SimpleNamespace(model_dump=dict))
-    monkeypatch.setattr(env, "list_gpu_problems", lambda *_: ["something"])
+    monkeypatch.setattr(checking, "list_gpu_problems", lambda *_: ["something"])
     monkeypatch.delenv(WARNED, raising=False)
 
 
@@ -252,7 +254,7 @@ def test_a_warning_names_its_product(
     people = load_params(ROOT / "params.yaml").products["people"]
     located = "products.people.evals.scenes: few"
     monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={"people": people}))
-    monkeypatch.setattr(env, "KINDS", {"vision": SimpleNamespace(check=lambda *_: ["candidates: slow", located])})
+    monkeypatch.setattr(checking, "KINDS", {"vision": SimpleNamespace(check=lambda *_: ["candidates: slow", located])})
     assert env.main([]) == 0
     said = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == ["something", "people: candidates: slow", located]

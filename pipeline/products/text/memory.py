@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, SizeError
 from pipeline.products.text.footprint import (
     STORED_BYTES,
     TYPE_BYTES,
@@ -270,7 +270,7 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
         card: of the smallest GPU; None where needs are the host's alone.
 
     Raises:
-        CheckpointError: weights alone exceed a place's memory, so no retry can help.
+        SizeError: weights alone exceed a place's memory, so no retry can help.
     """
     warnings = []
     for need in needs:
@@ -280,7 +280,7 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
             whose = f" of {need.num_servers} servers" if need.num_servers > 1 else ""
             one_fits = need.weights_mib <= room.total_mib * need.num_servers
             remedy = f"lower resources.num_servers, or {need.remedy}" if whose and one_fits else need.remedy
-            raise CheckpointError(
+            raise SizeError(
                 f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone{whose} and "
                 f"{owner} has {room.total_mib:,} MiB; {remedy}"
             )

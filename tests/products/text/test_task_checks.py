@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import SettingsError
+from pipeline.errors import SettingsError, SizeError
 from pipeline.products.text import TextKind, task_checks
 from pipeline.products.text.evals import jobs
 from pipeline.products.text.evals.known_tasks import digest_evalsets
@@ -53,7 +53,7 @@ def make_product(checkpoint: str = "reference", steps: Any = (), on_inconclusive
 def test_a_task_of_too_few_clusters_can_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path, num_clusters=20)
-    with pytest.raises(SettingsError, match=r"gate.tolerances.mine/accuracy.overall: .*20 clusters.*30"):
+    with pytest.raises(SizeError, match=r"gate.tolerances.mine/accuracy.overall: .*20 clusters.*30"):
         check_tasks(make_product(), tmp_path)
     (warning,) = check_tasks(make_product(on_inconclusive="warn"), tmp_path)
     assert "30" in warning

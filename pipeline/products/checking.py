@@ -1,0 +1,42 @@
+"""All checks before any work, for stage `env` and `make plan`: settings against files, gate and machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from pipeline.gate.preflight import check_gates
+from pipeline.products import KINDS
+from pipeline.products.inputs import WARNED
+from pipeline.products.params import Params, list_texts
+from pipeline.running.bytecode import list_bytecode_problems
+from pipeline.running.environment import Machine
+from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
+from pipeline.running.made_files import make_missing
+from pipeline.settings.base import ENV, Product
+
+
+def check_products(params: Params, products: Collection[Product], machine: Machine, *, caller: str) -> None:
+    """Make the files that git does not hold, check products, and print warnings on stderr.
+
+    Args:
+        params: the whole file.
+        products: those to check.
+        machine: this one.
+        caller: the command, with whose name each line begins.
+
+    Raises:
+        QuantgateError: the first mistake.
+    """
+    make_missing(
+        Path(), note=lambda line: print(f"quantgate {caller}: {line}", file=sys.stderr), named_in=list_texts(params)
+    )
+    warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
+    warnings += list_bytecode_problems()
+    for product in products:
+        warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
+    warnings += check_gates(products, Path())
+    for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
+        print(f"quantgate {caller}: warning: {line}", file=sys.stderr)
