@@ -93,8 +93,14 @@ class Kind(Protocol[P]):
     def find_problems(self, product: P) -> list[str]:
         """Return what contradicts itself in params.yaml, one line each, starting with the key from the product."""
 
-    def check(self, product: P, root: Path, machine: Machine) -> list[str]:
+    def check(self, product: P, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check the settings against the files that they name and this machine; return warnings.
+
+        Args:
+            product: settings.
+            root: of the project.
+            machine: this one.
+            is_local: work is done here: what is not here is refused, not warned of.
 
         Raises:
             SettingsError: with the path of the key, what it names, and what there is.

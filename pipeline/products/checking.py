@@ -16,6 +16,7 @@ from pipeline.running.environment import Machine
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
 from pipeline.running.made_files import make_missing
 from pipeline.settings.base import ENV, Product
+from pipeline.settings.execution import LocalExecution
 
 
 def check_products(params: Params, products: Collection[Product], machine: Machine, *, caller: str) -> None:
@@ -35,8 +36,9 @@ def check_products(params: Params, products: Collection[Product], machine: Machi
     )
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     warnings += list_bytecode_problems()
+    is_local = isinstance(params.execution, LocalExecution)
     for product in products:
-        warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine))
+        warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine, is_local=is_local))
     warnings += check_gates(products, Path())
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate {caller}: warning: {line}", file=sys.stderr)

@@ -96,10 +96,10 @@ def _check_anywhere(product: Product, root: Path) -> list[str]:
     """
     check, machine = KINDS[product.kind].check, read_machine()
     try:
-        return check(product, root, machine)
+        return check(product, root, machine, is_local=False)
     except SizeError as error:
         boundless = machine.model_copy(update={"memory_mib": _BOUNDLESS_MIB, "gpus": ()})
-        return [str(error), *check(product, root, boundless)]
+        return [str(error), *check(product, root, boundless, is_local=False)]
 
 
 def _check_options(kind: str, options: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.products import checking, judging, repro
 from pipeline.products.inputs import WARNED
-from pipeline.products.params import load_params
+from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch import Share, choose_candidates
 from pipeline.records.files import write_text
 from pipeline.running.prefetched import Work
@@ -230,7 +230,7 @@ def quiet_env(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checking, name, lambda *_, **__: None)
     for name in ("list_held_gpus", "check_gates"):
         monkeypatch.setattr(checking, name, lambda *_: [])
-    monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={}))
+    monkeypatch.setattr(env, "load_params", lambda: Params({}))
     monkeypatch.setattr(env, "read_machine", lambda: SimpleNamespace(model_dump=dict))
     monkeypatch.setattr(checking, "list_gpu_problems", lambda *_: ["something"])
     monkeypatch.delenv(WARNED, raising=False)
@@ -253,8 +253,10 @@ def test_a_warning_names_its_product(
     """Those of all products come, whichever one was asked for."""
     people = load_params(ROOT / "params.yaml").products["people"]
     located = "products.people.evals.scenes: few"
-    monkeypatch.setattr(env, "load_params", lambda: SimpleNamespace(products={"people": people}))
-    monkeypatch.setattr(checking, "KINDS", {"vision": SimpleNamespace(check=lambda *_: ["candidates: slow", located])})
+    monkeypatch.setattr(env, "load_params", lambda: Params({"people": people}))
+    monkeypatch.setattr(
+        checking, "KINDS", {"vision": SimpleNamespace(check=lambda *_, **__: ["candidates: slow", located])}
+    )
     assert env.main([]) == 0
     said = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == ["something", "people: candidates: slow", located]

@@ -36,7 +36,7 @@ class ImagesKind:
         """Return what contradicts itself in the settings."""
         return find_image_problems(product)
 
-    def check(self, product: ImagesProduct, root: Path, machine: Machine) -> list[str]:
+    def check(self, product: ImagesProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check pipeline folders, CLIP and prompts."""
         from pipeline.products.images.preflight import check_images
 

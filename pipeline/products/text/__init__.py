@@ -43,9 +43,10 @@ class TextKind:
 
         return find_text_problems(product)
 
-    def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
-        """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, kernels and memory."""
+    def check(self, product: TextProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
+        """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, engines, kernels and memory."""
         from pipeline.products.text.benchmark.preflight import check_prompts
+        from pipeline.products.text.engine_commands import check_commands
         from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
         from pipeline.products.text.memory import (
             Room,
@@ -58,11 +59,13 @@ class TextKind:
 
         check_ranks(product, len(machine.gpus))
         check_text(product, root)
+        absent = check_commands(product, root, is_local=is_local)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
         task_warnings = check_tasks(product, root)
         check_prompts(product, root)
         return [
+            *absent,
             *task_warnings,
             *warn_of_calibration(product),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),

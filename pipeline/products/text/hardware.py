@@ -1,4 +1,4 @@
-"""What vLLM does with a scheme on a machine: runs it as asked, leaves inputs alone, or has no kernel. Is it there?
+"""What vLLM does with a scheme on a machine: runs it as asked, leaves inputs alone, or has no kernel.
 
 A look-up by the compute capability of NVIDIA GPUs, for warnings before any work. What ran, the engine itself is asked.
 Sources: the pages on FP8, INT8 and INT4 in vLLM's documentation, its pull request 49376 on NVFP4, and for the CPU what
@@ -8,7 +8,6 @@ Not covered: GPUs of other makers, and mixtures of experts, whose kernels are ot
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,12 +84,6 @@ def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, 
     for name, candidate in product.candidates.items():
         if not isinstance(candidate.engine, VllmEngine):
             continue
-        program = candidate.engine.command[0]
-        if shutil.which(str(root / program) if "/" in program else program) is None:
-            lines.append(
-                f"candidates.{name}.engine.command: expected a program, found no {program!r} here: the candidate can't "
-                "be served; install vLLM in an environment of its own, and name its `vllm`"
-            )
         runs = {s.name: predict_run(s, min(gpus) if gpus else None) for s in _list_schemes(candidate, root)}
         lines += [
             f"candidates.{name}: vLLM {run} for {scheme} on {place}; what is measured here is not what other "

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.products.text.settings import EngineSettings, OpenaiEngine, TextProduct, VllmEngine
+from pipeline.products.text.settings import CONTAINER_PROGRAMS, EngineSettings, OpenaiEngine, TextProduct, VllmEngine
 from pipeline.products.text.step_settings import QuantizeStep, SpeculativeStep, Step, WeightStep
 from pipeline.settings.base import find_metric_problems, find_product_problems
 from pipeline.settings.hub_names import find_unpinned
@@ -138,7 +138,7 @@ def _command_problems(engine: VllmEngine) -> list[str]:
         "into a speculative step"
         for i in range(first, len(command))
     ]
-    if Path(command[0]).name in ("docker", "podman"):
+    if Path(command[0]).name in CONTAINER_PROGRAMS:
         passed = {word.partition("=")[0] for flag, word in pairwise(command) if flag in ("-e", "--env")}
         problems += [
             f"environment.{name}: expected `-e {name}` in engine.command, as a container gets no variable of "

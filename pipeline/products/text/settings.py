@@ -17,6 +17,7 @@ from pipeline.settings.base import Eval, Product, Settings, Trace
 
 KERNEL_REPORT_OPTION = "worker-extension-cls"
 KERNEL_REPORT = "quantgate_kernels.KernelReport"  # in serving/vllm_worker, which vLLM's workers import
+CONTAINER_PROGRAMS = ("docker", "podman")
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 

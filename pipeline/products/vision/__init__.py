@@ -40,7 +40,7 @@ class VisionKind:
         """Return what contradicts itself in the settings."""
         return find_network_problems(product)
 
-    def check(self, product: VisionProduct, root: Path, machine: Machine) -> list[str]:
+    def check(self, product: VisionProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check the adapter, folders and pictures."""
         from pipeline.products.vision.preflight import check_network, describe_slow_formats, describe_slow_int8
 

@@ -39,7 +39,7 @@ class EmbeddingsKind:
         """Return what contradicts itself in the settings."""
         return find_embedding_problems(product)
 
-    def check(self, product: EmbeddingsProduct, root: Path, machine: Machine) -> list[str]:
+    def check(self, product: EmbeddingsProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check encoders and cases."""
         from pipeline.products.embeddings.preflight import check_embeddings
 

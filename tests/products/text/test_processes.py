@@ -45,6 +45,11 @@ AFTER = 'INFO:     127.0.0.1:43676 - "POST /v1/completions HTTP/1.1" 500 Interna
             "what():  CUDA error: unspecified launch failure",
             id="torch-ends-the-process-itself",
         ),
+        pytest.param(
+            "docker: Cannot connect to the daemon. Is it running?\n\nRun 'docker run --help' for more information\n",
+            "docker: Cannot connect to the daemon. Is it running?",
+            id="a-hint-behind-the-cause",
+        ),
         pytest.param("", "its log says nothing", id="empty"),
         pytest.param(
             "W1128 18:53:51.856000 22393 torch/_pytree.py:630] an enum is deprecated\n",

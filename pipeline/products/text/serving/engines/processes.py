@@ -20,6 +20,7 @@ STOP_TIMEOUT_S = 5.0
 FAILURE = "failure"  # the key of the line in which our own launcher says why it ends
 _NOISE = re.compile(
     r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}(?!what\(\))|Loading weights|\d%\||^[IW]\d{4} \d\d:\d\d:"
+    r"|^(Run|See) '(docker|podman)\b.*--help'"  # behind what it is about
 )
 # what a logger puts before the text: "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] "
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
@@ -118,7 +119,7 @@ def read_cause(log: Path) -> str:
     """Return the last line of a log that names a cause, else one that points at it, else the last that says something.
 
     Our own launcher says it in JSON.
-    Traceback frames and progress bars say nothing, nor does a request that was refused.
+    Traceback frames, progress bars and hints at docker's help say nothing, nor does a request that was refused.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     if (failure := _read_failure(text)) is not None:
