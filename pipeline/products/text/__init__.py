@@ -46,6 +46,7 @@ class TextKind:
     def check(self, product: TextProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, engines, kernels and memory."""
         from pipeline.products.text.benchmark.preflight import check_prompts
+        from pipeline.products.text.calibration_checks import warn_of_calibration
         from pipeline.products.text.engine_commands import check_commands
         from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
         from pipeline.products.text.memory import (
@@ -54,7 +55,7 @@ class TextKind:
             estimate_needs,
             read_card_room,
         )
-        from pipeline.products.text.preflight import check_text, warn_of_calibration
+        from pipeline.products.text.preflight import check_text
         from pipeline.products.text.task_checks import check_tasks
 
         check_ranks(product, len(machine.gpus))

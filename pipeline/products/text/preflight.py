@@ -20,6 +20,7 @@ from ruamel.yaml.error import YAMLError
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
+from pipeline.products.text.calibration_checks import check_calibration, check_unevaluated
 from pipeline.products.text.call_checks import check_calls
 from pipeline.products.text.chat_templates import check_chat_template
 from pipeline.products.text.checkpoints import open_checkpoint
@@ -44,7 +45,7 @@ from pipeline.products.text.settings import (
     TextProduct,
     VllmEngine,
 )
-from pipeline.products.text.step_settings import Calibration, QuantizeStep, SpeculativeStep, Step, WeightStep
+from pipeline.products.text.step_settings import QuantizeStep, SpeculativeStep, Step, WeightStep
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import read_tensors
@@ -79,6 +80,7 @@ def check_text(product: TextProduct, root: Path) -> None:
         for name, settings in product.evals.items()
     }
     check_buckets(product, evalsets)
+    check_unevaluated(product, texts, evalsets, root)
     for name, candidate in product.candidates.items():  # last, as it may take seconds
         if candidate.engine.is_embedded or any(isinstance(step, WeightStep) for step in candidate.steps):
             check_complete(f"candidates.{name}.checkpoint", locate_checkpoint(candidate.checkpoint, root), root)
@@ -115,7 +117,7 @@ def _check_candidate(
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
         if isinstance(step, WeightStep) and step.calibration is not None and texts is not None:
-            _check_calibration(f"{at}.calibration", step.calibration, texts)
+            check_calibration(f"{at}.calibration", step.calibration, texts)
         try:
             _check_folders(step, folder, root)
         except QuantgateError as error:
@@ -224,32 +226,6 @@ def _check_cache(folder: Path, product: TextProduct) -> None:
 
 def _round_up(gib: float) -> float:
     return math.ceil(gib * 1000) / 1000
-
-
-def _check_calibration(where: str, asked: Calibration, texts: Evalset) -> None:
-    for source in asked.sources:
-        if source not in texts.card.buckets:
-            raise SettingsError(
-                f"{where}.sources: {source!r} is no bucket of the calibration texts; "
-                f"they have {', '.join(texts.card.buckets) or 'none'}"
-            )
-    num_texts = sum(not set(asked.sources).isdisjoint(case.buckets) for case in texts.cases)
-    if asked.num_samples > num_texts and not asked.length_exponent:  # which asks for longer texts more than once
-        raise SettingsError(
-            f"{where}.num_samples: expected at most {num_texts}, the texts of {', '.join(asked.sources)}, got "
-            f"{asked.num_samples}: each would be repeated; lower it, or name more sources"
-        )
-
-
-def warn_of_calibration(product: TextProduct) -> list[str]:
-    """Return a line for each step that a single text would calibrate."""
-    return [
-        f"candidates.{name}.steps.{i}.calibration.num_samples: expected several texts, got 1, which all scales would "
-        "fit then; raise it"
-        for name, candidate in product.candidates.items()
-        for i, step in enumerate(candidate.steps)
-        if isinstance(step, WeightStep) and step.calibration is not None and step.calibration.num_samples == 1
-    ]
 
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:

@@ -79,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     write_tiny_llama(root / "models/tiny")
     write_documents(root / "evalsets/calibration", {"prose": list("abcdefg"), "long": ["h"]})
-    write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
+    write_documents(root / "evalsets/prose", {"short": ["x"], "long": ["y"]})
     write_cases(root / "evalsets/choices", "easy", question="1 + 1 =", choices=["2", "3"], answer=0)
     write_card(root / "evalsets/choices", kind="choices")
     write_cases(
@@ -278,6 +278,35 @@ STEP = "candidates//int4//steps//0"
 def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: Any, said: str) -> None:
     at = "" if said.startswith("candidates") else "products.agent."
     assert refusal(project, path, value).startswith(at + said)
+
+
+def test_calibration_texts_that_are_evaluated_are_refused(project: Path, tmp_path: Path) -> None:
+    """A candidate that was fitted to the cases passed a gate that it would fail, and nobody said so."""
+    folder = write_documents(tmp_path / "prose", {"short": ["x", "b", "c\n"], "long": ["y"]})
+    assert refusal(project, "evals//prose//evalset", str(folder)) == (
+        "products.agent.optimize.calibration_texts: expected texts that no eval asks, as a quantiser fits what it is "
+        f"calibrated on, got 2 of evals.prose: 'prose-1' of {project}/evalsets/calibration/cases.jsonl is case "
+        f"'short-1' of {folder}/cases.jsonl; take them out of one of both"
+    )
+    write_cases(tmp_path / "choices", "easy", question="b", choices=["2", "3"], answer=0)
+    write_card(tmp_path / "choices", kind="choices")
+    (tmp_path / "choices/task.yaml").write_text("task: choices\n")
+    assert "got 1 of evals.choices: " in refusal(project, "evals//choices//include_path", str(tmp_path / "choices"))
+    call, asked = {"name": "order", "arguments": {}}, [{"role": "user", "content": "b"}]
+    write_cases(tmp_path / "calls", "easy", messages=asked, expected=call)
+    write_card(tmp_path / "calls", kind="tool_calls", tools={"order": {"parameters": {}}})
+    calls = {"kind": "tool_calls", "evalset": str(tmp_path / "calls")}
+    assert "got 1 of evals.calls: " in refusal(project, "evals//calls", calls)
+
+
+def test_calibration_texts_that_no_step_draws_may_be_evaluated(project: Path, tmp_path: Path) -> None:
+    folder = write_documents(tmp_path / "prose", {"short": ["h"], "long": ["y"]})
+    with pytest.raises(SettingsError, match="expected texts that no eval asks"):
+        check(project, "evals//prose//evalset", str(folder))
+    data = copy.deepcopy(SETTINGS)
+    data["products"]["agent"]["evals"]["prose"]["evalset"] = str(folder)
+    data["candidates"]["int4"]["steps"][0]["calibration"] |= {"sources": ["prose"], "num_samples": 7}
+    check_text(choose_product(parse_params(data), None, kind=TextProduct), project)
 
 
 @pytest.mark.parametrize(("num_gpus", "is_refused"), [(3, True), (2, False)])

@@ -10,9 +10,10 @@ import pytest
 
 from pipeline.errors import SettingsError, SizeError
 from pipeline.products.text import TextKind, task_checks
+from pipeline.products.text.calibration_checks import warn_of_calibration
 from pipeline.products.text.evals import jobs
 from pipeline.products.text.evals.known_tasks import digest_evalsets
-from pipeline.products.text.preflight import _check_builtin, warn_of_calibration
+from pipeline.products.text.preflight import _check_builtin
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.task_checks import check_tasks, warn_of_missing_cards
 from tests.fakes.synthetic_records import make_candidate, make_params
