@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, NodeEvent
 
 from pipeline.errors import EvidenceError
-from pipeline.records.files import open_bounded
+from pipeline.records.files import line_of, open_bounded
 
 _MAX_BYTES = 1 << 20
 _MAX_ENTRIES = 100_000  # with every alias written out
@@ -44,7 +44,11 @@ def read_text(path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise YAMLError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        column = len(data[line_start : error.start].decode()) + 1
+        raise YAMLError(
+            f"line {line_of(error)}, column {column}: not UTF-8: {error.reason}; save the file as UTF-8"
+        ) from None
 
 
 def parse_yaml(text: str) -> Any:

@@ -112,6 +112,10 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
         lambda: edit("params.yaml", r"release: \[awq-long-g32\]", "release: [awq-long"),
         "params.yaml: not valid YAML: line 20: expected ',' or ']'",
     ),
+    "settings-in-latin-1": (
+        lambda: overwrite("params.yaml", "products:\n  # Größe: é\n".encode() + "  # Grö".encode("latin-1") + b"\n"),
+        "params.yaml: not valid YAML: line 3, column 7: not UTF-8: invalid start byte; save the file as UTF-8",
+    ),
     "same-candidate-twice": (
         lambda: edit("params.yaml", r"\n  gptq-short:", "\n  agent: {}\n  gptq-short:"),
         ': found duplicate key "agent"',  # behind the line's number
