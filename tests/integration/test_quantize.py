@@ -103,6 +103,17 @@ def test_every_layer_ends_in_the_format_that_was_asked(
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(source))
 
 
+def test_groups_of_four_inputs_are_made_and_run(tmp_path: Path) -> None:
+    """`init` and a refusal offer them where no larger ones divide the layers: the library must take them."""
+    source = write_tiny_llama(tmp_path / "source", hidden_size=64, intermediate_size=172)
+    step = QuantizeStep(kind="quantize", scheme="W4A16", group_size=4)
+    result = STEPS["quantize"](source, tmp_path / "out", step=step, calibration_set=None)
+    assert not result.fallbacks
+    ids = load_tokenizer(source)("courier parcel north gate", return_tensors="pt")["input_ids"]
+    before, after = (load_model(folder, dtype="float32")(ids).logits for folder in (source, tmp_path / "out"))
+    assert 0 < (after - before).norm() < 0.2 * before.norm()
+
+
 @pytest.fixture(scope="module")
 def neox(project: Path) -> Path:
     """A head that the file calls embed_out, and transformers, once it is loaded, lm_head."""

@@ -263,11 +263,13 @@ def test_what_git_could_not_bring_back_is_not_removed(project: Path) -> None:
     assert snapshot(project) == before
 
 
-@pytest.mark.parametrize(("shape", "size"), [("8b", 128), ("odd", 32)])
+@pytest.mark.parametrize(("shape", "size"), [("8b", 128), ("odd", 32), ("odder", 4)])
 def test_groups_are_the_largest_that_divide_every_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, size: int
 ) -> None:
+    """With 172 inputs the candidate was the reference once more."""
     monkeypatch.setitem(SHAPES, "odd", (1, 256, 288, 4, 4))
+    monkeypatch.setitem(SHAPES, "odder", (1, 64, 172, 4, 4))
     assert choose_step(write_hollow_llama(tmp_path / "model", shape)).group_size == size
 
 

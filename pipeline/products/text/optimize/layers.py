@@ -23,7 +23,9 @@ from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
 
-GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
+# what is offered, the largest first: the embedded engine runs all, others may have no kernel for the small ones
+GROUP_SIZES = (128, 64, 32, 16, 8, 4)
+_NUM_OFFERED = 3
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt")
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -233,7 +235,7 @@ def _check_widths(plan: LayerPlan) -> None:
     if inputs and (not size or all(width % size == 0 for _, width in wrong.values())):
         key, size = "input_activations.group_size", inputs.group_size
     sizes = GROUP_SIZES if key == "group_size" and not scheme.weights.scale_dtype else ()
-    fits = [g for g in sizes if all(shape[1] % g == 0 for shape in plan.asked.values())]
+    fits = [g for g in sizes if all(shape[1] % g == 0 for shape in plan.asked.values())][:_NUM_OFFERED]
     offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
     shown = ", ".join(f"{name} ({width})" for name, (_, width) in list(wrong.items())[:3])
     raise QuantizationError(
