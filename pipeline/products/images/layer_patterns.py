@@ -1,10 +1,11 @@
-"""Which linear layers a setting names: an exact name, or "re:" and a regex from the start. Free of torch."""
+"""Which linear layers a setting names: a name, a shell pattern, or "re:" and a regex from the start. Free of torch."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from pipeline.errors import SettingsError
 from pipeline.running.weight_files import TensorInfo
@@ -47,7 +48,7 @@ def choose_layers(names: Iterable[str], exclude: Sequence[str]) -> list[str]:
 
 def _matches(pattern: str, name: str, where: str) -> bool:
     if not pattern.startswith("re:"):
-        return name == pattern
+        return fnmatchcase(name, pattern)
     try:
         return re.match(pattern[3:], name) is not None
     except re.error as error:

@@ -89,7 +89,7 @@ class KvCache(Settings):
 class LayerRule(NumberFormats):
     """The scheme of some layers, in place of the step's own."""
 
-    layers: list[str] = Field(min_length=1)  # layer-name patterns: exact, or "re:<regex>"
+    layers: list[str] = Field(min_length=1)  # names of layers, shell patterns, or "re:<regex>"
 
 
 # settings that one algorithm alone has
@@ -111,7 +111,7 @@ class QuantizeStep(WeightStep, NumberFormats):
 
     kind: Literal["quantize", "gptq", "awq"]  # the last two are read as `quantize`, see below
     algorithm: Literal["rtn", "gptq", "awq"] = "rtn"
-    exclude: list[str] = ["lm_head"]  # layer-name patterns: exact, or "re:<regex>"
+    exclude: list[str] = ["lm_head"]  # names of layers, shell patterns, or "re:<regex>"
     rules: list[LayerRule] = []
     kv_cache: KvCache | None = None
     smoothing_strength: float | None = Field(default=None, gt=0, lt=1)

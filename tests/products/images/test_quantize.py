@@ -236,6 +236,7 @@ def test_preflight_knows_the_linear_layers_from_headers_alone() -> None:
     assert sorted(list_stored_matrices(tensors)) == sorted(list_layers())
     assert choose_layers(["a.b", "a.c"], ["a.b"]) == ["a.c"]
     assert choose_layers(["a.b", "a.c", "d"], [r"re:a\."]) == ["d"]
+    assert choose_layers(["a.b", "a.c", "d"], ["*.c", "d"]) == ["a.b"]
 
 
 def read_product(tmp_path: Path, steps: str) -> ImagesProduct:

@@ -38,6 +38,20 @@ def test_default_leaves_only_the_head_out() -> None:
     assert len(plan.asked) == 14
 
 
+def test_shell_patterns_name_layers_too() -> None:
+    """They are what the convolution policies of kind vision take, and matched nothing."""
+    plan = plan_layers(shapes(), step(exclude=["lm_*", "*.down_proj"]))
+    assert sorted(plan.excluded) == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in range(2))]
+    rules = [{"layers": ["*.[0]*"], "scheme": "W8A16"}]
+    plan = plan_layers(shapes(), QuantizeStep.model_validate({"kind": "quantize", "scheme": "W4A16", "rules": rules}))
+    assert all((scheme.weights.num_bits == 8) == (".0." in name) for name, scheme in plan.schemes.items())
+    assert not any(name.startswith("*") for _, layers in plan.groups for name in layers)
+    with pytest.raises(
+        QuantizationError, match=r"write a name, a shell pattern such as '\*\.down_proj', or re: and a reg"
+    ):
+        plan_layers(shapes(), step(exclude=["*.downproj"]))
+
+
 def test_patterns_are_exact_names_or_regexes_from_the_start() -> None:
     plan = plan_layers(shapes(), step(exclude=["lm_head", r"re:.*\.0\.mlp\.(gate|up)_proj", "re:lm"]))
     assert sorted(plan.excluded) == ["lm_head", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]

@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipeline.running.weight_files import read_tensors
 # what is offered, the largest first: the embedded engine runs all, others may have no kernel for the small ones
 GROUP_SIZES = (128, 64, 32, 16, 8, 4)
 _NUM_OFFERED = 3
+_SYNTAX = "write a name, a shell pattern such as '*.down_proj', or re: and a regular expression"
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt")
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -178,7 +180,7 @@ def check_rank(plan: LayerPlan, step: QuantizeStep, num_tokens: int) -> None:
 
 
 def match_patterns(names: Iterable[str], patterns: Iterable[str], *, key: str = "exclude") -> set[str]:
-    """Return the layers that any pattern matches: an exact name, or "re:" and a regex from the start.
+    """Return the layers that any pattern matches: a name, a shell pattern, or "re:" and a regex from the start.
 
     Args:
         names: of all linear layers.
@@ -193,14 +195,14 @@ def match_patterns(names: Iterable[str], patterns: Iterable[str], *, key: str = 
         matching = {name for name in known if _matches(pattern, name, key)}
         if not matching:
             nearest = ", ".join(_nearest(pattern, known))
-            raise QuantizationError(f"{key}: {pattern!r} matches no linear layer; the nearest are {nearest}")
+            raise QuantizationError(f"{key}: {pattern!r} matches no linear layer; the nearest are {nearest}; {_SYNTAX}")
         matched |= matching
     return matched
 
 
 def _matches(pattern: str, name: str, key: str) -> bool:
     if not pattern.startswith("re:"):
-        return name == pattern
+        return fnmatchcase(name, pattern)
     try:
         return re.match(pattern[3:], name) is not None
     except re.error as error:
