@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.examples import check_own_cases
 from pipeline.gate.preflight import check_gates
 from pipeline.gate.suite_sizes import load_evalsets, plan_product
@@ -271,6 +271,15 @@ def test_groups_are_the_largest_that_divide_every_layer(
     monkeypatch.setitem(SHAPES, "odd", (1, 256, 288, 4, 4))
     monkeypatch.setitem(SHAPES, "odder", (1, 64, 172, 4, 4))
     assert choose_step(write_hollow_llama(tmp_path / "model", shape)).group_size == size
+
+
+def test_a_folder_of_checkpoints_is_refused_with_those_that_it_holds(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`init` asked for a config.json to be copied there."""
+    monkeypatch.chdir(project)
+    with pytest.raises(CheckpointError, match="^expected a folder with config.json, found none in .models.; name one"):
+        init_product("bot", "text", "models", {}, root=Path())
 
 
 TEXT = """\

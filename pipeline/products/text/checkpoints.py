@@ -29,6 +29,7 @@ _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 # what belongs to a quantised weight, an input or a cache, and is no weight itself
 _SIDE_TENSORS = ("_scale", "_zero_point", ".weight_shape", "g_idx", ".qzeros", ".scales")
 _HEAD = "lm_head.weight"
+_NUM_SHOWN = 8  # folders that are named in an error
 
 
 def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
@@ -42,6 +43,7 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
             incomplete. Config or tokenizer is unreadable. A token lies beyond the embedding, or the embedding has
             another size than config.json says. Or layers are stored otherwise than its quantization config says.
     """
+    _check_level(folder)
     config = read_config(folder)
     tensors = read_tensors(folder)
     if detect_format(folder, config, tensors) == "compressed-tensors":
@@ -51,6 +53,16 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
         _check_vocabulary(folder, num_ids)
     _check_copied(folder)
     return tensors
+
+
+def _check_level(folder: Path) -> None:
+    """Refuse a folder of checkpoints, and name those."""
+    below = [] if (folder / CONFIG_FILE).is_file() else sorted(folder.glob(f"*/{CONFIG_FILE}"))
+    if below:
+        raise CheckpointError(
+            f"expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; name one of those below that have "
+            f"it: {', '.join(str(path.parent) for path in below[:_NUM_SHOWN])}"
+        )
 
 
 def read_checkpoint(

@@ -54,7 +54,6 @@ from pipeline.settings.hub_names import SCHEME, parse_pinned
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
-NUM_SHOWN = 8  # folders that are named in an error
 _GIB = 1 << 30
 
 
@@ -101,12 +100,6 @@ def _check_candidate(
             hint = f"; if it is a model of a hub, write hf://{candidate.checkpoint}@COMMIT" if may_be_hub else ""
             raise SettingsError(
                 f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}{hint}"
-            )
-        below = [] if (folder / CONFIG_FILE).is_file() else sorted(folder.glob(f"*/{CONFIG_FILE}"))
-        if below:
-            raise SettingsError(
-                f"{where}.checkpoint: expected a folder with {CONFIG_FILE}, found none in {str(folder)!r}; name one of "
-                f"those below that have it: {', '.join(str(path.parent) for path in below[:NUM_SHOWN])}"
             )
         check_folder(folder, type(candidate.engine))
     except CheckpointError as error:
