@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
-from pipeline.products.inputs import WARNED
+from pipeline.products.inputs import WARNED, digest_references
 from pipeline.products.params import Params, list_texts
 from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import Machine
@@ -39,6 +39,6 @@ def check_products(params: Params, products: Collection[Product], machine: Machi
     is_local = isinstance(params.execution, LocalExecution)
     for product in products:
         warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine, is_local=is_local))
-    warnings += check_gates(products, Path())
+    warnings += check_gates(products, Path(), digest_references(products, Path()))
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate {caller}: warning: {line}", file=sys.stderr)

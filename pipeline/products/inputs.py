@@ -9,6 +9,7 @@ and DVC would read a large folder once more.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def digest_inputs(params: Params, root: Path) -> Digests:
     return digests
 
 
-def digest_references(params: Params, root: Path) -> dict[str, str]:
+def digest_references(products: Iterable[Product], root: Path) -> dict[str, str]:
     """Return the digest of the weights of each product's reference, where no step changes them, by product.
 
     What the gate pins: that of a folder. A model of a hub is known by its name alone before it is evaluated.
     """
-    references = {name: product.candidates[product.reference] for name, product in params.products.items()}
+    references = {product.name: product.candidates[product.reference] for product in products}
     return {
         name: digest_watched(own.checkpoint, root)
         for name, own in references.items()
