@@ -45,7 +45,7 @@ def make_product(checkpoint: Path, steps: list[dict[str, Any]], engine: dict[str
     product = get_product(load_params(ROOT / "params.yaml"), "agent", kind=TextProduct)
     settings = {"checkpoint": str(checkpoint), "steps": steps} | ({"engine": engine} if engine else {})
     candidate = CandidateSettings.model_validate(settings)
-    serving = product.serving.model_copy(update={"dtype": "bfloat16"})
+    serving = product.serving.model_copy(update={"dtype": "bfloat16", "concurrency": 64})
     resources = product.resources.model_copy(update={"num_servers": 1})
     changes = {"candidates": {"big": candidate}, "serving": serving, "resources": resources}
     return product.model_copy(update=changes)
