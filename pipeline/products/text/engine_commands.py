@@ -19,7 +19,10 @@ _MAX_SHOWN = 300  # characters of what a program says
 
 
 def check_commands(product: TextProduct, root: Path, *, is_local: bool) -> list[str]:
-    """Refuse an engine's command that can't start it here; warn where a cluster's nodes may have what this one lacks.
+    """Refuse an engine's command that can't start it here; warn where that may not matter.
+
+    It does not where a cluster's nodes have what this one lacks, nor where the candidate was evaluated: whoever pulled
+    that may judge it without the engine.
 
     Args:
         product: settings.
@@ -29,14 +32,15 @@ def check_commands(product: TextProduct, root: Path, *, is_local: bool) -> list[
     Raises:
         SettingsError: with the path of the key.
     """
-    problems = [
-        f"candidates.{name}.engine.command: {problem}"
+    problems = {
+        name: f"candidates.{name}.engine.command: {problem}"
         for name, candidate in product.candidates.items()
         if isinstance(candidate.engine, VllmEngine) and (problem := _find_problem(candidate.engine, root))
-    ]
-    if problems and is_local:
-        raise SettingsError(problems[0])
-    return problems
+    }
+    for name, problem in problems.items():
+        if is_local and not (root / product.build / "evaluations" / name).is_dir():
+            raise SettingsError(problem)
+    return list(problems.values())
 
 
 def _find_problem(engine: VllmEngine, root: Path) -> str | None:

@@ -49,6 +49,13 @@ def test_a_vllm_that_is_not_here_is_refused_before_the_others_are_made(command: 
     assert str(caught.value) == line
 
 
+def test_whoever_has_the_evaluation_may_judge_it_without_the_engine(tmp_path: Path) -> None:
+    """A CI job that pulls results and judges them has no vLLM."""
+    product = make_product("no-such-vllm", "serve")
+    (tmp_path / product.build / "evaluations/made").mkdir(parents=True)
+    assert check_commands(product, tmp_path, is_local=True) == check_commands(product, tmp_path, is_local=False) != []
+
+
 def test_docker_without_its_daemon_is_refused_with_the_cause(tmp_path: Path) -> None:
     """The program was there, and so the reference was evaluated before anybody asked it."""
     docker = write_docker(tmp_path, f"echo >&2 '{NO_DAEMON}'; exit 1")

@@ -29,9 +29,7 @@ from pipeline.running.hub import locate_checkpoint
 from pipeline.running.kept_digests import digest_watched, read_kept
 from pipeline.settings.base import ENV
 
-KEPT = (
-    ENV / "prompts.json"
-)  # by a digest of what it follows from, what is wrong with a benchmark's prompts; "": nothing
+KEPT = ENV / "prompts.json"  # what is wrong with a benchmark's prompts, "" if nothing, by what that follows from
 
 
 def check_prompts(product: TextProduct, root: Path) -> None:
