@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pipeline.products.checking import check_products
 from pipeline.products.inputs import digest_inputs
 from pipeline.products.params import load_params
 from pipeline.running.environment import read_libraries, read_machine, write_if_changed
-from pipeline.running.result_folders import remove_retired
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
 
@@ -17,9 +15,6 @@ from stages.cli import run_stage
 def main(argv: list[str]) -> int:
     """Write what the stages depend on to build/env, one JSON file each; print what the user should know on stderr."""
     params, machine = load_params(), read_machine()
-    for product in params.products.values():
-        for folder in remove_retired(product.build, product.candidates):
-            print(f"quantgate env: {folder}: removed, params.yaml has no such candidate any more", file=sys.stderr)
     check_products(params, params.products.values(), machine, caller="env")
     write_if_changed(ENV / "libraries.json", read_libraries())
     write_if_changed(ENV / "machine.json", machine.model_dump())

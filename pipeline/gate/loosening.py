@@ -5,7 +5,7 @@ setting that would let more through than that one did must stand in `gate.loosen
 why, and the report prints it. Another reference, by name, by weights or by how it is run, or other cases or another
 setting of an eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too.
 Nothing is compared before a first release. Stricter settings need none. A model of another origin starts a new line of
-releases by one reason, and nothing of the last release is compared with it.
+releases by one reason: it stands for all that asks another question, and for nothing that lets more through.
 
 Weights, cases and how the reference is run are known by what was evaluated, so they are compared when the gate judges,
 and settings before any work too. A pull request writes its own manifest, so CI compares with that of the branch it goes
@@ -132,15 +132,19 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
             f"{source}: expected the manifest of a release, with its policy, found none "
             f"({type(error).__name__}); take the file from git again"
         ) from None
-    line = policy.loosened.get(_NEW_LINE)
-    if line is not None and last.loosened.get(_NEW_LINE) != line:
-        _check_new_line(policy, line, pinned[_WEIGHTS], material.get(_WEIGHTS), source)
-        return
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
-    _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
+    weights, line = (pinned[_WEIGHTS], material.get(_WEIGHTS)), policy.loosened.get(_NEW_LINE)
+    starts_line = line is not None and last.loosened.get(_NEW_LINE) != line
+    if line is not None and starts_line:
+        _check_new_line(policy, line, *weights, source)
+        loosened = [
+            change for change in loosened if change[0] in policy.loosened or not _is_question(change[0], policy)
+        ]
+    named = {key for key, _, _ in loosened} | ({_NEW_LINE} if starts_line else set())
+    _check_reasons(policy, last, named, knows_material=bool(material))
     if missing := [change for change in loosened if change[0] not in policy.loosened]:
-        raise SettingsError(_ask_reasons(policy, missing, source))
+        raise SettingsError(_ask_reasons(policy, missing, source, *(() if starts_line else weights)))
     for key, was, now in loosened:
         reason = policy.loosened[key]
         for part, said, found, whence in (
@@ -154,6 +158,12 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
                 )
 
 
+def _is_question(key: str, policy: Policy) -> bool:
+    """Say whether a change asks another question, as another model needs it, and lets nothing more through."""
+    gone = key.startswith("tolerances.") and key.removeprefix("tolerances.").partition("/")[0] not in policy.evals
+    return gone or key == "reference" or key.startswith(("reference.", "evals."))
+
+
 def _check_new_line(policy: Policy, line: LoosenedSetting, was: str, now: str | None, source: Path | str) -> None:
     """Refuse a new line of releases whose reference is the old one, or another than its reason says.
 
@@ -164,36 +174,42 @@ def _check_new_line(policy: Policy, line: LoosenedSetting, was: str, now: str | 
         now: of those of this one; None: not known yet.
         source: where the last release is from, for messages.
     """
-    where = f"{_name(policy)}gate.loosened"
-    if others := [key for key in policy.loosened if key != _NEW_LINE]:
-        raise SettingsError(
-            f"{where}: expected {_NEW_LINE} alone, as nothing else is compared then, got {others[0]!r}; remove it"
-        )
+    where = f"{_name(policy)}gate.loosened.{_NEW_LINE}"
     if was == now:
         raise SettingsError(
-            f"{where}.{_NEW_LINE}: expected a reference of other weights than at the last release ({source}), got the "
-            "same; remove it"
+            f"{where}: expected a reference of other weights than at the last release ({source}), got the same; "
+            "remove it"
         )
     for part, said, found in (("was", line.was, was), ("now", line.now, now)):
         if found is not None and said != found[:12]:
             raise SettingsError(
-                f"{where}.{_NEW_LINE}.{part}: expected {found[:12]}, the reference's weights "
+                f"{where}.{part}: expected {found[:12]}, the reference's weights "
                 f"{f'in {source}' if part == 'was' else 'now'}, got {_tell(said)}; correct it, with its reason"
             )
 
 
-def _ask_reasons(policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str) -> str:
-    """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them."""
-    (key, was, now), *others = missing
-    shown = [f"{key!r} was {_tell(was)} and is {_tell(now)}" for key, was, now in others]
+def _ask_reasons(
+    policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str, was: str = "", now: str | None = None
+) -> str:
+    """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them.
+
+    Args:
+        policy: what is asked now.
+        missing: changes without a reason.
+        source: where the last release is from.
+        was: digest of the weights of its reference, and
+        now: of those of this one: where they differ, one reason may stand for most.
+    """
+    (key, before, after), *others = missing
+    shown = [f"{key!r} was {_tell(before)} and is {_tell(after)}" for key, before, after in others]
     likewise = f"; likewise {', '.join(shown)}" if others else ""
-    for old, new in ((before, after) for name, before, after in missing if name == _WEIGHTS):
-        said = f"{{was: {json.dumps(old)}, now: {json.dumps(new)}, why: ...}}"
-        likewise += f"; a model of another origin needs {_NEW_LINE}: {said} alone"
+    if now is not None and now != was:
+        said = f"{{was: {json.dumps(was[:12])}, now: {json.dumps(now[:12])}, why: ...}}"
+        likewise += f"; for a model of another origin {_NEW_LINE}: {said} stands for its reference and its evals"
     return (
-        f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
-        f"at the last release ({source}) and is {_tell(now)}; add "
-        f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back{likewise}"
+        f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(before)} "
+        f"at the last release ({source}) and is {_tell(after)}; add "
+        f"{{was: {json.dumps(before)}, now: {json.dumps(after)}, why: ...}}, or set it back{likewise}"
     )
 
 

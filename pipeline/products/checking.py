@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from pipeline.errors import SizeError
 from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
-from pipeline.products.inputs import WARNED, digest_references
+from pipeline.products.inputs import WARNED, WORKS, digest_references
 from pipeline.products.params import Params, list_texts
 from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import Machine
 from pipeline.running.gpu_proof import list_gpu_problems, list_held_gpus, prove_gpus
 from pipeline.running.made_files import make_missing
+from pipeline.running.result_folders import list_retired
 from pipeline.settings.base import ENV, Product
 from pipeline.settings.execution import LocalExecution
 
@@ -29,16 +32,31 @@ def check_products(params: Params, products: Collection[Product], machine: Machi
         caller: the command, with whose name each line begins.
 
     Raises:
-        QuantgateError: the first mistake.
+        QuantgateError: the first mistake; a SizeError where there is no other.
     """
     make_missing(
         Path(), note=lambda line: print(f"quantgate {caller}: {line}", file=sys.stderr), named_in=list_texts(params)
     )
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     warnings += list_bytecode_problems()
-    is_local = isinstance(params.execution, LocalExecution)
+    works_here = isinstance(params.execution, LocalExecution) and WORKS in os.environ
+    too_small = list[SizeError]()
     for product in products:
-        warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine, is_local=is_local))
-    warnings += check_gates(products, Path(), digest_references(products, Path()))
+        warnings += map(product.name_in, list_retired(product.build, product.candidates))
+        with _collect(too_small):
+            warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine, is_local=works_here))
+        with _collect(too_small):
+            warnings += check_gates([product], Path(), digest_references([product], Path()))
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate {caller}: warning: {line}", file=sys.stderr)
+    if too_small:
+        raise too_small[0]
+
+
+@contextlib.contextmanager
+def _collect(too_small: list[SizeError]) -> Iterator[None]:
+    """Go on behind a suite or a machine that is too small: another mistake is not of this kind, and comes first."""
+    try:
+        yield
+    except SizeError as error:
+        too_small.append(error)

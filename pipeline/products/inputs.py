@@ -18,10 +18,11 @@ from pipeline.products import KINDS
 from pipeline.products.params import Params
 from pipeline.records.digests import digest_text
 from pipeline.running.kept_digests import digest_code_once, digest_watched
-from pipeline.settings.base import Product
+from pipeline.settings.base import RELEASE, Product
 from pipeline.settings.hub_names import parse_pinned
 
 WARNED = "QUANTGATE_WARNED"  # a variable of a process whose user has read the warnings of stage `env` already
+WORKS = "QUANTGATE_WORKS"  # a variable of stage `env` where whoever starts it then makes here what is out of date
 Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
 
 
@@ -46,11 +47,13 @@ def digest_inputs(params: Params, root: Path) -> Digests:
 
 
 def digest_references(products: Iterable[Product], root: Path) -> dict[str, str]:
-    """Return the digest of the weights of each product's reference, where no step changes them, by product.
+    """Return the digest of the weights of each product's reference, where a release pins it, by product.
 
-    What the gate pins: that of a folder. A model of a hub is known by its name alone before it is evaluated.
+    That of a folder: a model of a hub is known by its name alone before it is evaluated, and one that a step changes by
+    what the step makes.
     """
-    references = {product.name: product.candidates[product.reference] for product in products}
+    released = [product for product in products if (root / RELEASE / product.name).is_dir()]
+    references = {product.name: product.candidates[product.reference] for product in released}
     return {
         name: digest_watched(own.checkpoint, root)
         for name, own in references.items()

@@ -33,6 +33,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.errors import EvidenceError, JournalError, QuantgateError, SettingsError
 from pipeline.products import KINDS
+from pipeline.products.inputs import WORKS
 from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch_step import Order, carry_out, preload
@@ -194,7 +195,7 @@ def _remove_half_a_lock() -> None:
 def run_env() -> None:
     """Run stage `env`, whose digests say what is out of date; it also checks settings, files and memory."""
     for command in read_own_commands(Path(), ENV_STAGE):
-        if subprocess.run(command, shell=True).returncode:
+        if subprocess.run(command, shell=True, env=os.environ | {WORKS: "1"}).returncode:
             raise QuantgateError("stage env: failed, as said above; nothing was made")
 
 

@@ -6,7 +6,6 @@ Not covered: files in these folders, a full disk, and a folder with the sticky b
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -36,21 +35,24 @@ def check_evaluation_folders(build: Path, candidate: str) -> None:
                 _check_writable(Path(path))
 
 
-def remove_retired(build: Path, candidates: Collection[str]) -> list[Path]:
-    """Remove the results of candidates that params.yaml has no more, and return their folders.
+def list_retired(build: Path, candidates: Collection[str]) -> list[str]:
+    """Return a warning where results of candidates that params.yaml has no more are still there.
 
-    DVC would count them in what the product's stages depend on, so that no other clone could come to the same. Its
-    cache keeps what stages have made: a candidate that comes back is restored.
+    DVC counts them in what the product's stages depend on, so that no other clone comes to the same. They may be what
+    was released, and nobody else may have them: their owner removes them.
 
     Args:
         build: folder of the product's results.
         candidates: names of those that it has.
     """
     found = [path for part in ("candidates", "evaluations") for path in sorted((build / part).glob("[!.]*"))]
-    retired = [path for path in found if path.name not in candidates and path.is_dir() and not path.is_symlink()]
-    for path in retired:
-        shutil.rmtree(path)
-    return retired
+    retired = [str(path) for path in found if path.name not in candidates and path.is_dir()]
+    if not retired:
+        return []
+    return [
+        f"{retired[0]}: of no candidate in params.yaml, and yet DVC counts it in what the product's stages depend on, "
+        f"so that no other clone comes to the same; move it away, or `rm -r {' '.join(retired)}`"
+    ]
 
 
 def check_folder(folder: Path) -> None:

@@ -310,23 +310,24 @@ OTHER = MATERIAL | {"reference.weights": "e" * 64, "evals.calls.cases": "0" * 64
 
 def test_a_model_of_another_origin_starts_a_new_line_by_one_reason(released: Path) -> None:
     """Seven reasons were asked for, one of them after all work."""
-    loose: dict[str, Any] = {"alpha": 0.1, "on_inconclusive": "warn"}
-    with pytest.raises(SettingsError, match=r"new_line: \{was: \"a{12}\", now: \"e{12}\", why: ...\} alone$"):
-        check_loosening(policy(**loose), released, material=OTHER)
+    evals = {name: settings for name, settings in policy().evals.items() if name != "calls"}
+    mine: dict[str, Any] = {"reference": "b", "evals": evals, "tolerances": {TASK: policy().tolerances[TASK]}}
+    with pytest.raises(SettingsError, match=r"new_line: \{was: \"a{12}\", now: \"e{12}\", why: ...\} stands for its "):
+        check_loosening(policy().model_copy(update=mine), released, material=OTHER)
     with pytest.raises(SettingsError) as caught:
-        check_loosening(policy(**loose), released, material=MATERIAL)
+        check_loosening(policy(alpha=0.1), released, material=MATERIAL)
     assert "new_line" not in str(caught.value), "the model is the same"
-    asked = policy(loosened={"new_line": LINE}, **loose)
+    asked = policy(loosened={"new_line": LINE}).model_copy(update=mine)
     for material in (OTHER, {}):
         check_loosening(asked, released, material=material)
     path = released / RELEASE / PRODUCT / "manifest.json"
     manifest = json.loads(path.read_text()) | {"policy": asked.model_dump(mode="json")}
     manifest["reference"]["weights_digest"] = "e" * 64
-    manifest["evalsets"]["calls"]["digest"] = "0" * 64
+    del manifest["evalsets"]["calls"]
     write_text(path, json.dumps(manifest))
     check_loosening(asked, released, material=OTHER)
-    with pytest.raises(SettingsError, match=r"expected 'alpha' with a reason, as it was 0\.1"):
-        check_loosening(asked.model_copy(update={"alpha": 0.2}), released, material=OTHER)
+    with pytest.raises(SettingsError, match=r"expected 'evals\.workflows\.cases' with a reason"):
+        check_loosening(asked, released, material=OTHER | {"evals.workflows.cases": "1" * 64})
 
 
 @pytest.mark.parametrize(
@@ -343,14 +344,24 @@ def test_a_model_of_another_origin_starts_a_new_line_by_one_reason(released: Pat
             OTHER,
             r"new_line\.now: expected e{12}, the reference's weights now, got b;",
         ),
-        ({"new_line": LINE, "alpha": LINE}, OTHER, r"expected new_line alone, as nothing else .*, got 'alpha'; remove"),
+        ({"new_line": LINE}, OTHER, r"expected 'alpha' with a reason, as it was 0\.05 .*set it back$"),
     ],
 )
-def test_a_new_line_is_no_way_around_the_pin(
+def test_a_new_line_lets_nothing_more_through(
     released: Path, reasons: dict[str, Any], material: dict[str, str], said: str
 ) -> None:
+    """One more file beside the weights is another model, too: it must not be the key to every tolerance."""
     with pytest.raises(SettingsError, match=said):
         check_loosening(policy(alpha=0.1, loosened=reasons), released, material=material)
+
+
+def test_a_wider_tolerance_of_an_eval_that_is_still_there_needs_its_own_reason(released: Path) -> None:
+    wider = TOLERANCES | {CALLS: {"overall": 0.03}}
+    with pytest.raises(SettingsError, match=rf"expected 'tolerances\.{CALLS}\.overall' with a reason"):
+        check_loosening(policy(tolerances=wider, loosened={"new_line": LINE}), released, material=OTHER)
+    reason = {"was": 0.02, "now": 0.03, "why": WHY}
+    reasons = {"new_line": LINE, f"tolerances.{CALLS}.overall": reason}
+    check_loosening(policy(tolerances=wider, loosened=reasons), released, material=OTHER)
 
 
 def test_a_manifest_that_was_taken_away_is_not_a_first_release(released: Path) -> None:

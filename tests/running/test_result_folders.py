@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import JournalError
-from pipeline.running.result_folders import check_evaluation_folders, remove_retired
+from pipeline.running.result_folders import check_evaluation_folders, list_retired
 
 NAME = "model"
 
@@ -83,18 +83,14 @@ def test_nothing_is_made(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_results_of_a_candidate_that_is_gone_go_too(tmp_path: Path) -> None:
-    """DVC counted them, and the next clone's `.ci/gate` said that nobody could make the same."""
-    kept = [
-        "candidates/kept/config.json",
-        "evaluations/kept/evaluation.json",
-        "evaluations/.gone.new/a",
-        "journal/gone/a",
-    ]
-    gone = ["candidates/gone/config.json", "evaluations/gone/evaluation.json"]
-    for name in kept + gone:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert remove_retired(tmp_path, ["kept"]) == [tmp_path / "candidates/gone", tmp_path / "evaluations/gone"]
-    assert all((tmp_path / name).is_file() for name in kept) and not any((tmp_path / name).exists() for name in gone)
-    assert remove_retired(tmp_path, ["kept"]) == [] == remove_retired(tmp_path / "nowhere", [])
+def test_results_of_a_candidate_that_is_gone_are_named_with_what_to_do(tmp_path: Path) -> None:
+    """DVC counts them: the next clone's `.ci/gate` said that nobody could make the same, and advised in vain."""
+    for name in ("candidates/kept", "evaluations/kept", "evaluations/.gone.new", "journal/gone"):
+        (tmp_path / name).mkdir(parents=True)
+    assert list_retired(tmp_path, ["kept"]) == [] == list_retired(tmp_path / "nowhere", [])
+    gone = [tmp_path / "candidates/gone", tmp_path / "evaluations/gone"]
+    for folder in gone:
+        folder.mkdir()
+    (line,) = list_retired(tmp_path, ["kept"])
+    assert line.startswith(f"{gone[0]}: of no candidate") and line.endswith(f"or `rm -r {gone[0]} {gone[1]}`")
+    assert all(folder.is_dir() for folder in gone), "they may be what was released"

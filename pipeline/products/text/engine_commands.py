@@ -9,12 +9,14 @@ import os
 import shutil
 import subprocess
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from pipeline.errors import SettingsError
 from pipeline.products.text.settings import CONTAINER_PROGRAMS, TextProduct, VllmEngine
 
 ASK_TIMEOUT_S = 10.0
+_COMMANDS = ("container", "compose", "run", "exec")  # of a container program, behind its own options
 _MAX_SHOWN = 300  # characters of what a program says
 
 
@@ -45,7 +47,8 @@ def check_commands(product: TextProduct, root: Path, *, is_local: bool) -> list[
 
 def _find_problem(engine: VllmEngine, root: Path) -> str | None:
     program, *words = engine.command
-    path = shutil.which(str(root / program) if "/" in program else program)
+    environment = os.environ | engine.environment
+    path = shutil.which(str(root / program) if "/" in program else program, path=environment.get("PATH"))
     if path is None:
         return (
             f"expected a program, found no {program!r} here: the candidate can't be served; install vLLM in an "
@@ -53,7 +56,7 @@ def _find_problem(engine: VllmEngine, root: Path) -> str | None:
         )
     if Path(program).name not in CONTAINER_PROGRAMS:
         return None
-    options = words[: words.index("run")] if "run" in words else []  # such as --context
+    options = list(takewhile(lambda word: word not in _COMMANDS, words))  # such as --context
     said = _ask_containers(path, *options, environment=tuple(engine.environment.items()))
     return said and (
         f"expected an answer to `{program} version`, got: {said.rstrip('.')}; start what runs its containers, or name "

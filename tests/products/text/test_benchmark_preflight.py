@@ -79,7 +79,7 @@ def test_the_outcome_is_kept_until_a_case_changes(root: Path, monkeypatch: pytes
     product, asked = make_product({"calls": CALLS}), []
     find = preflight._find_problem
 
-    def note(*args: Any) -> str:
+    def note(*args: Any) -> str | None:
         asked.append(args)
         return find(*args)
 

@@ -78,6 +78,24 @@ def test_docker_is_asked_as_it_will_be_started_and_once(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == "--context far version h\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [(("container", "run", "i"), "version"), (("--context", "far", "exec", "c", "vllm"), "--context far version")],
+)
+def test_docker_is_asked_whatever_starts_the_container(tmp_path: Path, words: tuple[str, ...], asked: str) -> None:
+    """`docker container version` is no command: what worked was refused."""
+    docker = write_docker(tmp_path, f'echo "$@" >> {tmp_path}/asked')
+    assert check_commands(make_product(docker, *words), ROOT, is_local=True) == []
+    assert (tmp_path / "asked").read_text().strip() == asked
+
+
+def test_a_vllm_on_the_path_of_its_own_environment_is_found(tmp_path: Path) -> None:
+    write_docker(tmp_path, "true")
+    (tmp_path / "docker").rename(tmp_path / "own-vllm")
+    product = make_product("own-vllm", "serve", environment={"PATH": f"{tmp_path}:/usr/bin"})
+    assert check_commands(product, ROOT, is_local=True) == []
+
+
 def test_a_daemon_that_hangs_does_not_hold_up_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_commands, "ASK_TIMEOUT_S", 0.2)
     docker = write_docker(tmp_path, "exec sleep 60")

@@ -29,7 +29,7 @@ from pipeline.running.hub import locate_checkpoint
 from pipeline.running.kept_digests import digest_watched, read_kept
 from pipeline.settings.base import ENV
 
-KEPT = ENV / "prompts.json"  # what is wrong with a benchmark's prompts, "" if nothing, by what that follows from
+KEPT = ENV / "prompts.json"  # by product: a digest of what it follows from, and what is wrong with its prompts, or ""
 
 
 def check_prompts(product: TextProduct, root: Path) -> None:
@@ -44,11 +44,14 @@ def check_prompts(product: TextProduct, root: Path) -> None:
     """
     if not product.benchmark.candidates or not _is_tokenizer_known(product.candidates[product.reference]):
         return
-    key, kept = _digest_grounds(product, root), read_kept(root / KEPT)
-    if key not in kept:
-        kept[key] = _find_problem(product, root)
-        write_text(root / KEPT, json.dumps(kept, indent=0) + "\n")
-    if problem := kept[key]:
+    grounds, kept = _digest_grounds(product, root), read_kept(root / KEPT)
+    known, problem = kept.get(product.name, ["", ""])
+    if known != grounds:
+        problem = _find_problem(product, root)
+        if problem is None:
+            return
+        write_text(root / KEPT, json.dumps(kept | {product.name: [grounds, problem]}, indent=0) + "\n")
+    if problem:
         raise SettingsError(product.locate(problem))
 
 
@@ -58,7 +61,7 @@ def _is_tokenizer_known(reference: CandidateSettings) -> bool:
 
 
 def _digest_grounds(product: TextProduct, root: Path) -> str:
-    """Return the digest of all that the outcome follows from, the code that counts among it."""
+    """Return the digest of what the outcome follows from; of the code, that which counts."""
     return digest_json(
         [
             product.benchmark.build_work().model_dump(mode="json"),
@@ -71,8 +74,8 @@ def _digest_grounds(product: TextProduct, root: Path) -> str:
     )
 
 
-def _find_problem(product: TextProduct, root: Path) -> str:
-    """Return why the bands can't be filled; "" where they can, or where only a server can tell."""
+def _find_problem(product: TextProduct, root: Path) -> str | None:
+    """Return why the bands can't be filled; "" where they can, None where only a server can tell."""
     found = load_prompts(product, root, _ask_tasks(product, root))
     try:
         counter: Any = _TokenCounter(locate_checkpoint(product.candidates[product.reference].checkpoint, root))
@@ -80,7 +83,7 @@ def _find_problem(product: TextProduct, root: Path) -> str:
     except SettingsError as error:
         return str(error)
     except Exception:  # a tokenizer or template that fails here is the server's to explain
-        pass
+        return None
     return ""
 
 
