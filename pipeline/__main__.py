@@ -281,11 +281,13 @@ def _direction(name: str, value: str) -> Literal["higher", "lower"]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    from pipeline.outcomes.examples import EXAMPLES
+
     about = (__doc__ or "").split("\n\n")
     parser = _Parser(
         prog="quantgate",
         description=about[0],
-        epilog="\n\n".join(about[2:4]),
+        epilog="\n\n".join([EXAMPLES.rstrip(), *about[2:4]]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")

@@ -56,9 +56,12 @@ def test_a_copy_without_metadata_says_that_its_version_is_unknown(monkeypatch: p
     assert command.find_version() == "unknown"
 
 
-def test_help_has_an_example_of_every_format_and_each_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["compare", "--help"]], ids=["top", "compare"])
+def test_help_has_an_example_of_every_format_and_each_is_understood(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     with pytest.raises(SystemExit):
-        command.main(["compare", "--help"])
+        command.main(words)
     text = capsys.readouterr().out
     examples = [line.strip() for line in text.splitlines() if line.strip().startswith("quantgate compare ")]
     named = " ".join(examples)
