@@ -74,15 +74,15 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
         EvidenceError: the last release's manifest can't be read, or is not the one that was written.
     """
     path = root / RELEASE / policy.product / MANIFEST
-    if (path.with_name(SUMS)).is_file() and not path.is_file():
-        raise EvidenceError(
-            f"{path}: expected the manifest of the last release, found none beside its {SUMS}; take it from git again, "
-            f"or remove {path.parent} to begin without one"
-        )
     if path.is_file():
         manifest = path.read_bytes()
         _check_unchanged(manifest, path)
         compare_with_release(policy, manifest, path, material=material)
+    elif path.with_name(SUMS).is_file():
+        raise EvidenceError(
+            f"{path}: expected the manifest of the last release, found none beside its {SUMS}; take it from git again, "
+            f"or remove {path.parent} to begin without one"
+        )
     elif policy.loosened:
         raise SettingsError(
             f"{_name(policy)}gate.loosened: expected none before a first release, as nothing can be "
@@ -134,17 +134,17 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         ) from None
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
-    weights, line = (pinned[_WEIGHTS], material.get(_WEIGHTS)), policy.loosened.get(_NEW_LINE)
-    starts_line = line is not None and last.loosened.get(_NEW_LINE) != line
-    if line is not None and starts_line:
+    weights = pinned[_WEIGHTS], material.get(_WEIGHTS)
+    line = policy.loosened.get(_NEW_LINE)
+    if line is None or line == last.loosened.get(_NEW_LINE):  # one that went out says nothing of this release
+        named, offer = set[str](), _offer_new_line(*weights)
+    else:
         _check_new_line(policy, line, *weights, source)
-        loosened = [
-            change for change in loosened if change[0] in policy.loosened or not _is_question(change[0], policy)
-        ]
-    named = {key for key, _, _ in loosened} | ({_NEW_LINE} if starts_line else set())
-    _check_reasons(policy, last, named, knows_material=bool(material))
+        named, offer = {_NEW_LINE}, ""
+        loosened = [own for own in loosened if own[0] in policy.loosened or not _is_question(own[0], policy)]
+    _check_reasons(policy, last, named | {key for key, _, _ in loosened}, knows_material=bool(material))
     if missing := [change for change in loosened if change[0] not in policy.loosened]:
-        raise SettingsError(_ask_reasons(policy, missing, source, *(() if starts_line else weights)))
+        raise SettingsError(_ask_reasons(policy, missing, source) + offer)
     for key, was, now in loosened:
         reason = policy.loosened[key]
         for part, said, found, whence in (
@@ -188,28 +188,28 @@ def _check_new_line(policy: Policy, line: LoosenedSetting, was: str, now: str | 
             )
 
 
-def _ask_reasons(
-    policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str, was: str = "", now: str | None = None
-) -> str:
-    """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them.
+def _offer_new_line(was: str, now: str | None) -> str:
+    """Return the end of a refusal that says of a reason for most of it; nothing where the weights are the same.
 
     Args:
-        policy: what is asked now.
-        missing: changes without a reason.
-        source: where the last release is from.
-        was: digest of the weights of its reference, and
-        now: of those of this one: where they differ, one reason may stand for most.
+        was: digest of the weights of the last release's reference.
+        now: of those of this one; None: not known yet.
     """
-    (key, before, after), *others = missing
-    shown = [f"{key!r} was {_tell(before)} and is {_tell(after)}" for key, before, after in others]
+    if now is None or now == was:
+        return ""
+    said = f"{{was: {json.dumps(was[:12])}, now: {json.dumps(now[:12])}, why: ...}}"
+    return f"; for a model of another origin {_NEW_LINE}: {said} stands for its reference and its evals"
+
+
+def _ask_reasons(policy: Policy, missing: list[tuple[str, Value, Value]], source: Path | str) -> str:
+    """Say all that needs a reason at once: asked for one by one, another model would take seven runs to learn them."""
+    (key, was, now), *others = missing
+    shown = [f"{key!r} was {_tell(was)} and is {_tell(now)}" for key, was, now in others]
     likewise = f"; likewise {', '.join(shown)}" if others else ""
-    if now is not None and now != was:
-        said = f"{{was: {json.dumps(was[:12])}, now: {json.dumps(now[:12])}, why: ...}}"
-        likewise += f"; for a model of another origin {_NEW_LINE}: {said} stands for its reference and its evals"
     return (
-        f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(before)} "
-        f"at the last release ({source}) and is {_tell(after)}; add "
-        f"{{was: {json.dumps(before)}, now: {json.dumps(after)}, why: ...}}, or set it back{likewise}"
+        f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
+        f"at the last release ({source}) and is {_tell(now)}; add "
+        f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back{likewise}"
     )
 
 

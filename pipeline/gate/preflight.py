@@ -53,7 +53,7 @@ def check_gates(
 
 
 def check_cases(product: Product, cases: Mapping[str, str], root: Path, *, weights: str | None = None) -> None:
-    """Check that settings that are looser than at the last release, and what they ask of others, have their reasons.
+    """Check that settings that are looser than at the last release, and cases or weights that are others, have reasons.
 
     Args:
         product: settings.
