@@ -45,6 +45,7 @@ _DECODER = {
 
 _NOTES = {
     "denoise_ms_per_image": 1.0,
+    "num_taken": 0,
     "step_ms_per_image": 1.0,
     "decode_ms_per_image": 1.0,
     "decode_to_float32": None,

@@ -19,9 +19,18 @@ from pipeline.evalsets.cases import PromptCase
 from pipeline.numerics.activation_watch import ActivationWatch
 from pipeline.numerics.split_products import SplitProducts
 from pipeline.products.images.gpu_memory import read_peak_mib, split_batch
-from pipeline.products.images.rendering import Prompt, count_cut_tokens, decode_latents, list_stitches, make_latents
+from pipeline.products.images.rendering import (
+    Latents,
+    Prompt,
+    count_cut_tokens,
+    decode_latents,
+    list_stitches,
+    make_latents,
+)
 from pipeline.products.images.results import Rendered
 from pipeline.products.images.scoring import blank, score_images, to_bytes
+from pipeline.products.images.shared_latents import SharedLatents
+from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, ImageCandidate
 from pipeline.records.fingerprints import fingerprint
 from pipeline.running.timing import time_call
@@ -39,6 +48,8 @@ class Loaded:
     clip: Any
     oversaturated_above: float
     facts: dict[str, Any]
+    shared: SharedLatents | None = None  # None: it draws all by itself, and keeps none
+    denoise_s: list[float] = field(default_factory=list)  # an image, of each batch that was drawn here
     decode_s: list[float] = field(default_factory=list)  # an image, of each batch that was timed
 
 
@@ -46,13 +57,12 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
     """Render prompts together and judge each image; see `workers.render_batch`."""
     vae = loaded.pipe.vae
     tiling = loaded.candidate.serving.tiling
-    prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
-    latents, denoise_s = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), vae.device)
+    latents, denoise_s = _denoise(loaded, batch, category)
     is_broken = ~latents.values.isfinite().flatten(1).all(1)
     values = blank(latents.values, is_broken)  # the decoder would spread it, and be blamed
     parts = split_batch(len(batch), (values.shape[2] * loaded.pipe.vae_scale_factor) ** 2, vae.device)
     raw, exact, timed, ranges = _decode_both_ways(loaded, values, parts)
-    decode_s = loaded.decode_s[-1] if timed is not None else statistics.median(loaded.decode_s)
+    latency_s = _latest(loaded.denoise_s, denoise_s is not None) + _latest(loaded.decode_s, timed is not None)
     raw = blank(raw, is_broken, float("nan"))
     seen, std_ratios, stitches = to_bytes(raw), latents.mean_std_ratios(), list_stitches(vae, values, tiling)
     scores = [
@@ -78,7 +88,7 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
             prompt=case.prompt,
             output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
             scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
-            latency_s=denoise_s / len(batch) + decode_s,
+            latency_s=latency_s,
             fingerprint=fingerprint(loaded.facts),
         )
         for i, case in enumerate(batch)
@@ -94,6 +104,28 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         read_peak_mib(),
     )
+
+
+def _latest(seconds: Sequence[float], is_timed: bool) -> float:
+    """Return an image's seconds in a batch: its own where it was timed, otherwise what the others took."""
+    return seconds[-1] if is_timed else statistics.median(seconds)
+
+
+def _denoise(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) -> tuple[Latents, float | None]:
+    """Draw a batch's latents, or take the reference's where they are the same; None for the seconds of those."""
+    shared, device, name = loaded.shared, loaded.pipe.vae.device, digest_json([category, *(c.digest for c in batch)])
+    may_take = shared is not None and not shared.is_kept_here and shared.are_equal is not False
+    kept = shared.find(name, device) if shared and may_take else None
+    if shared and shared.are_equal and kept is not None:
+        return kept, None
+    prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
+    latents, seconds = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), device)
+    loaded.denoise_s.append(seconds / len(batch))
+    if shared and shared.is_kept_here:
+        shared.keep(name, latents)
+    elif shared and kept is not None:
+        shared.are_equal = torch.equal(kept.values, latents.values)
+    return latents, seconds
 
 
 def _decode_both_ways(

@@ -75,15 +75,13 @@ def evaluate_images(
         EngineError: the pipeline refused a prompt, is not what the candidate says, or a worker died.
         JournalError: another process evaluates the candidate.
     """
-    source = root / product.candidates[product.reference].checkpoint
     files: dict[str, EvalFile] = {}
     facts = candidate.facts
     with make_evaluation(candidate, build) as working:
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
-            judges = digest_judges(product, settings, root)
-            key = digest_work(settings, evalset, judges)
-            setup = RenderSetup(candidate, source, settings, root, judges)
+            setup = _prepare(name, evalset, candidate, product, root=root, build=build)
+            key = setup.key
             running = (renderers or {}).get(name)
             starting = contextlib.nullcontext(running) if running else None
             with starting or start_renderers(setup, product.resources.num_workers) as pool:
@@ -112,7 +110,6 @@ def open_replica(
         root: project root.
         build: folder of the product's results.
     """
-    source = root / product.candidates[product.reference].checkpoint
     pools: dict[str, Executor] = {}
     with contextlib.ExitStack() as stack:
 
@@ -120,12 +117,11 @@ def open_replica(
             attempt = AttemptFolder(build, candidate.name, shard)
             for name, settings in product.evals.items():
                 evalset = load_evalset(root / settings.evalset)
-                judges = digest_judges(product, settings, root)
+                setup = _prepare(name, evalset, candidate, product, root=root, build=build)
                 if name not in pools:
-                    setup = RenderSetup(candidate, source, settings, root, judges)
                     pools[name] = stack.enter_context(start_renderers(setup, product.resources.num_workers))
                 facts = pools[name].submit(read_facts).result()
-                with attempt.open_journal(name, facts, key=digest_work(settings, evalset, judges)) as journal:
+                with attempt.open_journal(name, facts, key=setup.key) as journal:
                     again = choose_other_seeds(evalset.cases) if candidate.name == product.reference else []
                     batches = [
                         batch
@@ -141,6 +137,24 @@ def open_replica(
             evaluate_images(candidate, product, root=root, build=build, renderers=pools)
 
         yield OpenReplica(draw, finish)
+
+
+def _prepare(
+    name: str, evalset: Evalset, candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path
+) -> RenderSetup:
+    """Return what a worker needs for one eval; a candidate without steps takes no latents, see `shared_latents.py`."""
+    settings, is_reference = product.evals[name], candidate.name == product.reference
+    judges = digest_judges(product, settings, root)
+    return RenderSetup(
+        candidate,
+        root / product.candidates[product.reference].checkpoint,
+        settings,
+        root,
+        judges,
+        digest_work(settings, evalset, judges),
+        build / "latents" / name if is_reference or candidate.steps else None,
+        is_reference,
+    )
 
 
 def _run_eval(
@@ -247,7 +261,8 @@ def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate
     from pipeline.products.images.scoring import build_range_notes
 
     timed = [(batch["num"], *batch["decode_s"]) for batch in batches if batch["decode_s"]]
-    denoise_ms = 1000 * sum(batch["denoise_s"] for batch in batches) / sum(batch["num"] for batch in batches)
+    drawn = [batch for batch in batches if batch["denoise_s"] is not None]
+    denoise_ms = 1000 * sum(batch["denoise_s"] for batch in drawn) / sum(batch["num"] for batch in drawn)
     decode_ms = 1000 * sum(ours for _, ours, _ in timed) / sum(num for num, *_ in timed)
     ratios = [ours / exact for _, ours, exact in timed if exact]
     steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
@@ -257,6 +272,7 @@ def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate
         "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),
         "decode_ms_per_image": round(decode_ms, 3),
         "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
+        "num_taken": sum(batch["num"] for batch in batches) - sum(batch["num"] for batch in drawn),
         "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
         "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
         "peak_gpu_memory_mib": max(round(batch["peak_gpu_memory_mib"] or 0, 1) for batch in batches) or None,

@@ -13,7 +13,7 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import CASES_FILE, PromptCase
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_part, read_shape
-from pipeline.products.images.layer_patterns import choose_layers, list_stored_matrices
+from pipeline.products.images.linear_layers import choose_layers, list_stored_matrices
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, QuantizeStep, VaeTilingStep
 from pipeline.running.kept_digests import digest_once
 from pipeline.running.weight_folders import read_config_file

@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from pipeline.products.images.folders import find_weights, read_index
-from pipeline.products.images.layer_patterns import choose_layers
+from pipeline.products.images.linear_layers import choose_layers
 from pipeline.products.images.quantize_proof import prove_quantized
 from pipeline.products.images.results import StepResult
 from pipeline.products.images.settings import QuantizeStep

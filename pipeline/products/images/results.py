@@ -33,7 +33,7 @@ class Rendered:
     pixels: NDArray[np.uint8]  # (n, height, width, 3)
     ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
     std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
-    denoise_s: float  # see pipeline/running/timing.py for what a second is
+    denoise_s: float | None  # see pipeline/running/timing.py for what a second is; None: the reference's latents
     decode_s: tuple[float, float] | None  # and by the reference's VAE in float32, in turn; None: not timed
     peak_memory_mib: float  # of the process
     peak_gpu_memory_mib: float | None  # of its tensors; None without a GPU

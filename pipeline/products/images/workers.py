@@ -38,6 +38,9 @@ class RenderSetup:
     settings: ImagesEval
     root: Path
     judges: dict[Path, str]  # folder of the reference and of the CLIP -> digest
+    key: str  # of the eval's records, without what renders
+    latents: Path | None = None  # folder of the reference's, of this eval; None: neither kept nor taken
+    is_reference: bool = False
 
 
 def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[Executor]:
@@ -134,6 +137,7 @@ def _load_all(setup: RenderSetup) -> Loaded:
     from pipeline.products.images.batches import Loaded
     from pipeline.products.images.rendering import load_exact_vae, load_pipeline
     from pipeline.products.images.scoring import ClipScorer
+    from pipeline.products.images.shared_latents import SharedLatents, describe_denoising
 
     candidate, serving = setup.candidate, setup.candidate.serving
     pipe = load_pipeline(setup.root / candidate.checkpoint.path, serving)
@@ -143,13 +147,18 @@ def _load_all(setup: RenderSetup) -> Loaded:
                 f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
                 f"{dtype!r}; diffusers keeps some parts in another format: correct the step"
             )
+    facts, shared = candidate.facts | read_machine_facts(), None
+    if setup.latents:
+        digest = describe_denoising(facts | {"key": setup.key}, pipe.vae_scale_factor)
+        shared = SharedLatents(setup.latents / digest[:16], is_kept_here=setup.is_reference)
     return Loaded(
         candidate,
         pipe,
         load_exact_vae(setup.source),
         ClipScorer(setup.root / setup.settings.clip),
         setup.settings.oversaturated_above,
-        candidate.facts | read_machine_facts(),
+        facts,
+        shared,
     )
 
 

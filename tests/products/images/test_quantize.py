@@ -22,7 +22,7 @@ from pipeline.products.images import kernels, quantize
 from pipeline.products.images.findings import ImagesAuditor
 from pipeline.products.images.findings.decoder import explain_emulation
 from pipeline.products.images.folders import find_weights, read_part
-from pipeline.products.images.layer_patterns import choose_layers, list_stored_matrices
+from pipeline.products.images.linear_layers import choose_layers, list_stored_matrices
 from pipeline.products.images.preflight import check_images
 from pipeline.products.images.rendering import Prompt, load_pipeline, make_latents
 from pipeline.products.images.settings import ImagesProduct, QuantizeStep

@@ -42,6 +42,11 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
             f"and a process {notes['peak_memory_mib']:.0f} MiB{on_gpu}."
         )
+        if num_taken := notes["num_taken"]:
+            lines.append(
+                f"{eval_name}: {num_taken:,} of {len(evidence.records[eval_name]):,} pictures are decoded from the "
+                "reference's latents, as all that makes them is the same, and those drawn here are equal bit by bit."
+            )
         if ran := notes.get("quantized"):
             lines.append(_describe_products(eval_name, ran))
         if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):

@@ -8,11 +8,9 @@ must be excluded.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from pipeline.products.text.model_config import detect_format, find_text, read_c
 from pipeline.products.text.schemes import NumberFormat, Scheme
 from pipeline.products.text.step_settings import QuantizeStep
 from pipeline.running.weight_files import read_tensors
+from pipeline.settings.layer_patterns import list_nearest, match_layers
 
 # what is offered, the largest first: the embedded engine runs all, others may have no kernel for the small ones
 GROUP_SIZES = (128, 64, 32, 16, 8, 4)
@@ -192,31 +191,15 @@ def match_patterns(names: Iterable[str], patterns: Iterable[str], *, key: str = 
     known = list(names)
     matched: set[str] = set()
     for pattern in patterns:
-        matching = {name for name in known if _matches(pattern, name, key)}
+        try:
+            matching = match_layers(pattern, known)
+        except re.error as error:
+            raise QuantizationError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
         if not matching:
-            nearest = ", ".join(_nearest(pattern, known))
+            nearest = ", ".join(list_nearest(pattern, known))
             raise QuantizationError(f"{key}: {pattern!r} matches no linear layer; the nearest are {nearest}; {_SYNTAX}")
         matched |= matching
     return matched
-
-
-def _matches(pattern: str, name: str, key: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatchcase(name, pattern)
-    try:
-        return re.match(pattern[3:], name) is not None
-    except re.error as error:
-        raise QuantizationError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
-
-
-def _nearest(pattern: str, names: list[str]) -> list[str]:
-    text = re.sub(r"[\\^$*+?()\[\]|]|^re:", "", pattern)
-    # compared with every tail as well, because a name is often given without its prefix
-    tails = {".".join(name.split(".")[i:]): name for name in reversed(names) for i in range(name.count(".") + 1)}
-    close = difflib.get_close_matches(text, tails, n=6, cutoff=0.0)
-    # a name without a dot means the head, which the file may call otherwise
-    heads = [name for name in names if "." not in name] if "." not in text else []
-    return list(dict.fromkeys(heads + [tails[tail] for tail in close]))[:3]
 
 
 def _check_widths(plan: LayerPlan) -> None:
