@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -82,11 +82,18 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
 
 
 def list_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, Path]:
-    """Return the files of a folder that count, by their names relative to it."""
-    files = sorted(
-        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
-    )
+    """Return the files of a folder that count, by their names relative to it; symbolic links are followed."""
+    files = sorted(p for p in _walk(folder, (os.path.realpath(folder),)) if p.name not in ignore)
     return {p.relative_to(folder).as_posix(): p for p in files}
+
+
+def _walk(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files below a folder; a link to a folder that it lies in, `above`, leads to nothing new."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.name != "__pycache__" and (real := os.path.realpath(path)) not in above:
+            yield from _walk(path, (*above, real))
 
 
 def digest_files(

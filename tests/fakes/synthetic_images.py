@@ -46,6 +46,7 @@ _DECODER = {
 _NOTES = {
     "denoise_ms_per_image": 1.0,
     "num_taken": 0,
+    "latents_differ": False,
     "step_ms_per_image": 1.0,
     "decode_ms_per_image": 1.0,
     "decode_to_float32": None,

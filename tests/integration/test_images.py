@@ -310,6 +310,27 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     assert resumed["other_seed_ssim"] == whole["other_seed_ssim"] and len(whole["other_seed_ssim"]) == NUM_PROMPTS
 
 
+def test_latents_of_the_reference_are_those_that_a_candidate_would_draw(project: Path) -> None:
+    """With what decodes changed alone; the U-Net in another format draws its own."""
+    serving = {"num_inference_steps": 6, "guidance": {"scale": 5}, "batch_size": 2, "num_threads": 1}
+    product, build = make_product(["shots", "bf16", "half-unet"], serving=serving), project / "build"
+
+    def evaluate(name: str) -> tuple[list[Any], dict[str, Any]]:
+        records = [record.model_dump(exclude={"latency_s"}) for record in run(project, product, name)]
+        return records, json.loads((build / f"evaluations/{name}/shots.json").read_text())
+
+    shutil.rmtree(build / "latents", ignore_errors=True)
+    alone, own = evaluate("bf16")
+    assert own["num_taken"] == 0 and own["step_ms_per_image"] > 0
+    evaluate("shots")
+    taken, notes = evaluate("bf16")
+    assert taken == alone and notes["num_taken"] == NUM_PROMPTS - 2 * 2 and notes["step_ms_per_image"] is None
+    assert notes["std_ratio_by_step"] == own["std_ratio_by_step"] and notes["decoder"] == own["decoder"]
+    assert evaluate("half-unet")[1]["num_taken"] == 0 and not notes["latents_differ"]
+    report = render_report(compare_release(product, build))
+    assert f"4 of {NUM_PROMPTS} pictures from the reference's latents" in report
+
+
 @pytest.mark.slow
 def test_shards_make_the_records_and_pictures_of_one_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that drew shards put the evaluation together: no other ones are started."""

@@ -27,3 +27,23 @@ def test_threads_are_as_many_as_the_cores_that_may_be_used(tmp_path: Path, monke
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     assert digest_files(tmp_path) == {"a.bin": digest_file(tmp_path / "a.bin")}
     assert asked == [3]
+
+
+def test_a_linked_folder_counts_as_what_it_leads_to(tmp_path: Path) -> None:
+    """Some pipelines link a component to another pipeline's: its weights would be in no digest."""
+    whole, linked, shared = (tmp_path / name for name in ("whole", "linked", "shared"))
+    for folder in (whole / "unet", shared):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"w")
+    linked.mkdir()
+    (linked / "unet").symlink_to(shared)
+    assert digest_files(linked) == digest_files(whole) == {"unet/weights": digest_file(shared / "weights")}
+    (shared / "weights").write_bytes(b"other")
+    assert digest_files(linked) != digest_files(whole)
+
+
+def test_a_link_to_a_folder_above_leads_to_nothing_new(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"f")
+    (tmp_path / "a" / "again").symlink_to(tmp_path)
+    assert list(digest_files(tmp_path)) == ["a/file"]

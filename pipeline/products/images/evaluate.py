@@ -142,18 +142,23 @@ def open_replica(
 def _prepare(
     name: str, evalset: Evalset, candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path
 ) -> RenderSetup:
-    """Return what a worker needs for one eval; a candidate without steps takes no latents, see `shared_latents.py`."""
+    """Return what a worker needs for one eval.
+
+    What is the reference once more takes no latents: it is there to show whether anything moves.
+    """
     settings, is_reference = product.evals[name], candidate.name == product.reference
+    source = root / product.candidates[product.reference].checkpoint
+    is_repeat = not is_reference and not candidate.steps and root / candidate.checkpoint.path == source
     judges = digest_judges(product, settings, root)
     return RenderSetup(
         candidate,
-        root / product.candidates[product.reference].checkpoint,
-        settings,
-        root,
-        judges,
-        digest_work(settings, evalset, judges),
-        build / "latents" / name if is_reference or candidate.steps else None,
-        is_reference,
+        source=source,
+        settings=settings,
+        root=root,
+        judges=judges,
+        key=digest_work(settings, evalset, judges),
+        latents=None if is_repeat else build / "latents" / name,
+        is_reference=is_reference,
     )
 
 
@@ -255,24 +260,29 @@ def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate
     """Return the notes of the eval from the notes of all batches, whichever run made them.
 
     Time is measured as in pipeline/running/timing.py, that of decodes in the first batches of each process alone. Fewer
-    than six batches give no interval of the ratio.
+    than six batches give no interval of the ratio. Where latents were taken, few were drawn here, and by processes that
+    had just begun: they give no time of a step.
     """
     from pipeline.numerics.activation_watch import ModuleRange
     from pipeline.products.images.scoring import build_range_notes
 
     timed = [(batch["num"], *batch["decode_s"]) for batch in batches if batch["decode_s"]]
-    drawn = [batch for batch in batches if batch["denoise_s"] is not None]
-    denoise_ms = 1000 * sum(batch["denoise_s"] for batch in drawn) / sum(batch["num"] for batch in drawn)
+    num_pictures = sum(batch["num"] for batch in batches)
+    num_taken = sum(batch["num"] for batch in batches if batch["denoise_s"] is None)
+    denoise_ms = None if num_taken else 1000 * sum(batch["denoise_s"] for batch in batches) / num_pictures
     decode_ms = 1000 * sum(ours for _, ours, _ in timed) / sum(num for num, *_ in timed)
     ratios = [ours / exact for _, ours, exact in timed if exact]
     steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
     ranges = [{name: ModuleRange(*numbers) for name, numbers in batch["ranges"].items()} for batch in batches]
     return {
-        "denoise_ms_per_image": round(denoise_ms, 3),
-        "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),
+        "denoise_ms_per_image": None if denoise_ms is None else round(denoise_ms, 3),
+        "step_ms_per_image": (
+            None if denoise_ms is None else round(denoise_ms / candidate.serving.num_inference_steps, 4)
+        ),
         "decode_ms_per_image": round(decode_ms, 3),
         "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
-        "num_taken": sum(batch["num"] for batch in batches) - sum(batch["num"] for batch in drawn),
+        "num_taken": num_taken,
+        "latents_differ": any(batch["latents_differ"] for batch in batches),
         "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
         "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
         "peak_gpu_memory_mib": max(round(batch["peak_gpu_memory_mib"] or 0, 1) for batch in batches) or None,

@@ -184,7 +184,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
         ) from None
     finally:
         handle.remove()
-    return Latents(values.float(), ratios)
+    return Latents(values.float().contiguous(), ratios)  # a U-Net in channels-last may leave them so
 
 
 def _draw_noise(unet: Any, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -33,7 +33,8 @@ class Rendered:
     pixels: NDArray[np.uint8]  # (n, height, width, 3)
     ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
     std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
-    denoise_s: float | None  # see pipeline/running/timing.py for what a second is; None: the reference's latents
+    denoise_s: float | None  # see pipeline/running/timing.py for what a second is; None: the latents were taken
+    latents_differ: bool  # from the reference's, though what makes them is the same (`shared_latents.py`)
     decode_s: tuple[float, float] | None  # and by the reference's VAE in float32, in turn; None: not timed
     peak_memory_mib: float  # of the process
     peak_gpu_memory_mib: float | None  # of its tensors; None without a GPU

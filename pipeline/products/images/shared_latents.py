@@ -3,73 +3,100 @@
 Denoising is most of the time of an evaluation, and of a step that changes the decoder alone it makes the same latents
 to the last bit. So the reference keeps its own, batch by batch:
 
-    build/<product>/latents/<what makes them>/<batch>.npz
+    build/<product>/latents/<eval>/<what makes them>/<batch>
 
-What makes them: all files of the pipeline but the VAE's, all settings but those of a decode, the libraries and the
-machine. A process that draws for another candidate first draws a batch of its own; it takes the others from here if
-that one is equal bit by bit, and otherwise draws all. A candidate without steps is the reference once more: what moves
-between two repeats is what it is there to show, so it takes none.
+What makes them: all files of the pipeline but the VAE's and pictures beside it, all settings but those of a decode, the
+eval with its prompts and judges, the code, the libraries and the machine. A process that draws for another candidate
+first draws two batches by itself, the second after a decode of its own. It takes the others from here if both are equal
+bit by bit. Once one is not, it draws all.
 
-A folder of other latents goes when the reference writes; `rm -r` of all of them costs time alone.
+To remove the folder costs time alone.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import shutil
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.products.images.rendering import Latents
-from pipeline.records.digests import digest_json
+from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.files import write_bytes
 
+NUM_COMPARED = 2  # batches: what one leaves behind in its process, the next would show
 DECODING = ("vae_dtype", "tiling")  # what a setting of a decode begins with
 PICTURE = ".png"  # some pipelines come with a few, which they do not read
+_SUM = 64  # bytes at the start of a file: the digest of the rest
 
 
 @dataclass
 class SharedLatents:
-    """What a process keeps of the reference's latents, or takes."""
+    """The reference's latents, as a process sees them that keeps or takes them."""
 
     folder: Path  # of those that are made in one way
     is_kept_here: bool  # the process draws for the reference
-    are_equal: bool | None = None  # to what this process draws; None: it has not compared any yet
+    num_equal: int = 0  # batches that were drawn here and compared
+    differ: bool = False  # one of them was not equal
 
-    def keep(self, batch: str, latents: Latents) -> None:
-        """Write a batch's latents, and remove those that were made in another way."""
+    def remove_others(self) -> None:
+        """Remove what was made in another way."""
         for other in self.folder.parent.glob("*"):
             if other != self.folder:
                 shutil.rmtree(other, ignore_errors=True)
-        arrays = {"values": latents.values.cpu().numpy()}
-        if latents.std_ratios:
-            arrays["std_ratios"] = torch.stack(latents.std_ratios).numpy()
-        file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **arrays)
-        write_bytes(self.folder / f"{batch}.npz", file.getvalue())
 
-    def find(self, batch: str, device: torch.device) -> Latents | None:
-        """Return a batch's latents, on a device; None where there are none, or none that is whole."""
+    def take(self, batch: str, device: torch.device) -> Latents | None:
+        """Return a batch's latents, on a device; None where they are to be drawn.
+
+        Args:
+            batch: digest of its prompts.
+            device: where they are decoded.
+        """
+        return self._read(batch, device) if self.num_equal >= NUM_COMPARED and not self.differ else None
+
+    def keep_or_compare(self, batch: str, drawn: Latents) -> None:
+        """Keep a batch that was drawn for the reference; compare one of another candidate, until that is settled."""
+        if self.is_kept_here:
+            with contextlib.suppress(OSError):  # without it others draw their own
+                self._write(batch, drawn)
+        elif not self.differ and (kept := self._read(batch, drawn.values.device)):
+            is_equal = torch.equal(kept.values, drawn.values)
+            self.num_equal += is_equal
+            self.differ = not is_equal
+
+    def _write(self, batch: str, latents: Latents) -> None:
+        from safetensors.torch import save
+
+        tensors = {"values": latents.values.cpu()}
+        if latents.std_ratios:
+            tensors["std_ratios"] = torch.stack(latents.std_ratios)
+        data = save(tensors)
+        write_bytes(self.folder / batch, digest_bytes(data).encode() + data)
+
+    def _read(self, batch: str, device: torch.device) -> Latents | None:
+        """Return what was written; None where there is nothing, or not all of it."""
+        from safetensors.torch import load
+
         try:
-            with np.load(self.folder / f"{batch}.npz", allow_pickle=False) as arrays:
-                values = torch.from_numpy(arrays["values"]).to(device)
-                ratios = torch.from_numpy(arrays["std_ratios"]) if "std_ratios" in arrays else ()
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            written = (self.folder / batch).read_bytes()
+        except OSError:
             return None
-        return Latents(values, list(ratios))
+        data = written[_SUM:]
+        if digest_bytes(data).encode() != written[:_SUM]:
+            return None
+        tensors = load(data)
+        return Latents(tensors["values"].to(device), list(tensors.get("std_ratios", ())))
 
 
 def describe_denoising(facts: Mapping[str, Any], vae_scale_factor: int) -> str:
     """Return the digest of all that makes a pipeline's latents what they are.
 
     Args:
-        facts: of a process that loaded it, by section of its fingerprint.
+        facts: of a process that loaded it, by section of its fingerprint, and the key of the eval.
         vae_scale_factor: pixels a latent pixel; some U-Nets are told the size of the picture.
     """
     digests = facts["checkpoint"]["files"].items()

@@ -39,8 +39,8 @@ class RenderSetup:
     root: Path
     judges: dict[Path, str]  # folder of the reference and of the CLIP -> digest
     key: str  # of the eval's records, without what renders
-    latents: Path | None = None  # folder of the reference's, of this eval; None: neither kept nor taken
-    is_reference: bool = False
+    latents: Path | None  # folder of the reference's, of this eval; None: neither kept nor taken
+    is_reference: bool
 
 
 def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[Executor]:
@@ -151,6 +151,8 @@ def _load_all(setup: RenderSetup) -> Loaded:
     if setup.latents:
         digest = describe_denoising(facts | {"key": setup.key}, pipe.vae_scale_factor)
         shared = SharedLatents(setup.latents / digest[:16], is_kept_here=setup.is_reference)
+        if setup.is_reference:
+            shared.remove_others()
     return Loaded(
         candidate,
         pipe,

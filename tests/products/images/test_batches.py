@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 def load(seen: list[tuple[str, int]]) -> Loaded:
     pipe: Any = SimpleNamespace(vae=Decoder("ours", 2, seen))
     candidate: Any = SimpleNamespace(serving=SimpleNamespace(tiling=None))
-    return Loaded(candidate, pipe, Decoder("exact", 3, seen), None, 0.05, {})
+    return Loaded(candidate, pipe, Decoder("exact", 3, seen), None, 0.05, {}, None)
 
 
 @pytest.mark.parametrize("parts", [WHOLE, APART])

@@ -15,6 +15,8 @@ from pipeline.products.images import batches, evaluate
 from pipeline.products.images.batches import Loaded, _denoise
 from pipeline.products.images.rendering import Latents
 from pipeline.products.images.shared_latents import SharedLatents, describe_denoising
+from pipeline.records.digests import digest_json
+from pipeline.records.serving import PipelineServing
 
 CPU = torch.device("cpu")
 CASES = [[PromptCase(id=f"{i}", cluster=f"{i}", buckets=(), prompt=f"a ball {i}", seed=i)] for i in range(4)]
@@ -43,13 +45,17 @@ def run(loaded: Loaded, some: list[list[PromptCase]] = CASES) -> list[tuple[Late
     return [_denoise(loaded, batch, None) for batch in some]
 
 
-def test_one_batch_is_drawn_and_the_others_taken_where_it_is_equal(tmp_path: Path, drawn: list[int]) -> None:
+def find_file(folder: Path, number: int) -> Path:
+    return folder / "key" / digest_json([None, CASES[number][0].digest])
+
+
+def test_two_batches_are_drawn_and_the_others_taken_where_these_are_equal(tmp_path: Path, drawn: list[int]) -> None:
     own = run(load(tmp_path, is_reference=True))
     assert drawn == [0, 1, 2, 3] and all(seconds is not None for _, seconds in own)
     drawn.clear()
     taken = run(load(tmp_path))
-    assert drawn == [0]
-    assert [seconds is None for _, seconds in taken] == [False, True, True, True]
+    assert drawn == [0, 1]
+    assert [seconds is None for _, seconds in taken] == [False, False, True, True]
     for (ours, _), (theirs, _) in zip(own, taken, strict=True):
         assert torch.equal(ours.values, theirs.values) and torch.equal(ours.mean_std_ratios(), theirs.mean_std_ratios())
 
@@ -58,12 +64,25 @@ def test_all_are_drawn_where_the_first_differs(tmp_path: Path, drawn: list[int])
     """A kernel that sums in another order at each run is enough, whatever the digests say."""
     run(load(tmp_path, is_reference=True))
     drawn.clear()
-    taken = run(load(tmp_path, off=1e-7))
+    loaded = load(tmp_path, off=2.0**-20)
+    run(loaded)
     assert drawn == [0, 1, 2, 3]
-    assert torch.equal(taken[3][0].values, torch.full((1, 4, 2, 2), 3 + 1e-7))
+    assert loaded.shared is not None and loaded.shared.differ
 
 
-def test_a_repeat_of_the_reference_draws_all_again_and_writes(tmp_path: Path, drawn: list[int]) -> None:
+def test_all_are_drawn_where_the_second_differs(tmp_path: Path, drawn: list[int]) -> None:
+    """A process that carries something from one batch to the next draws its first one as any other does."""
+    run(load(tmp_path, is_reference=True))
+    drawn.clear()
+    loaded = load(tmp_path)
+    run(loaded, CASES[:1])
+    loaded.pipe.off = 2.0**-20
+    run(loaded, CASES[1:])
+    assert drawn == [0, 1, 2, 3]
+    assert loaded.shared is not None and loaded.shared.differ
+
+
+def test_the_reference_draws_all_each_time(tmp_path: Path, drawn: list[int]) -> None:
     run(load(tmp_path, is_reference=True))
     run(load(tmp_path, is_reference=True))
     assert drawn == [0, 1, 2, 3] * 2
@@ -71,36 +90,37 @@ def test_a_repeat_of_the_reference_draws_all_again_and_writes(tmp_path: Path, dr
 
 def test_a_batch_that_is_missing_damaged_or_of_another_guidance_is_drawn(tmp_path: Path, drawn: list[int]) -> None:
     run(load(tmp_path, is_reference=True))
-    files = {path.stat().st_mtime_ns: path for path in (tmp_path / "key").iterdir()}
-    for number, path in enumerate(files[time] for time in sorted(files)):
-        data = bytearray(path.read_bytes())
-        if number == 1:
-            path.unlink()
-        elif number == 2:  # a bit of a value: zip files have sums
-            place = data.find(torch.full((4,), 2.0).numpy().tobytes())
-            assert place > 0
-            data[place] ^= 1
-            path.write_bytes(data)
-        elif number == 3:
-            path.write_bytes(data[:50])
-    drawn.clear()
     loaded = load(tmp_path)
+    run(loaded, CASES[:2])
+    drawn.clear()
+    find_file(tmp_path, 0).unlink()
+    for number, damage in ((1, lambda data: data[:50]), (2, lambda data: data[:-1] + bytes([data[-1] ^ 1]))):
+        path = find_file(tmp_path, number)
+        path.write_bytes(damage(path.read_bytes()))
     run(loaded)
-    assert drawn == [0, 1, 2, 3]
-    assert loaded.shared is not None and loaded.shared.are_equal
-    assert _denoise(loaded, CASES[0], None)[1] is None
-    assert _denoise(loaded, CASES[0], "glass")[1] is not None
+    assert drawn == [0, 1, 2]
+    assert loaded.shared is not None and not loaded.shared.differ
+    assert _denoise(loaded, CASES[3], None)[1] is None
+    assert _denoise(loaded, CASES[3], "glass")[1] is not None
 
 
-def test_the_reference_keeps_latents_of_one_making(tmp_path: Path, drawn: list[int]) -> None:
-    (tmp_path / "earlier").mkdir()
-    run(load(tmp_path, is_reference=True), CASES[:1])
+def test_what_can_not_be_kept_stops_nothing(tmp_path: Path, drawn: list[int]) -> None:
+    (tmp_path / "key").write_text("a file where a folder is to be")
+    run(load(tmp_path, is_reference=True))
+    run(load(tmp_path))
+    assert drawn == [0, 1, 2, 3] * 2
+
+
+def test_latents_of_another_making_are_removed(tmp_path: Path) -> None:
+    for name in ("earlier", "key"):
+        (tmp_path / name).mkdir()
+    SharedLatents(tmp_path / "key", is_kept_here=True).remove_others()
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 FACTS: dict[str, Any] = {
     "checkpoint": {"digest": "d", "files": {"model_index.json": "a", "unet/w.safetensors": "b", "vae/w": "c"}},
-    "serving": {"vae_dtype": "float32", "tiling.tile": None, "channels_last": [], "num_inference_steps": 20},
+    "serving": PipelineServing(num_inference_steps=20, guidance_scale=5).identity(),
     "libraries": {"torch": "2"},
     "hardware": {"device": "cpu"},
 }
@@ -112,6 +132,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
     at = facts
     for folder in folders:
         at = at[folder]
+    assert len(folders) != 1 or folders[0] != "serving" or key in at, "a setting that there is"
     at[key] = value
     return facts
 
@@ -153,19 +174,24 @@ def test_the_size_that_a_unet_is_told_matters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "takes_part"),
-    [("ours", (), True), ("again", (), False), ("tiled", ({"kind": "vae_tiling"},), True)],
+    ("name", "path", "steps", "takes_part"),
+    [
+        ("ours", "models/a", (), True),
+        ("again", "models/a", (), False),
+        ("other-vae", "models/b", (), True),
+        ("tiled", "models/a", ({"kind": "vae_tiling"},), True),
+    ],
 )
-def test_a_repeat_without_steps_takes_none(
-    name: str, steps: tuple[Any, ...], takes_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_reference_once_more_takes_none(
+    name: str, path: str, steps: tuple[Any, ...], takes_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the floor would be nought by construction."""
+    """Or nothing could move between the two."""
     monkeypatch.setattr(evaluate, "digest_judges", lambda *_: {})
     monkeypatch.setattr(evaluate, "digest_work", lambda *_: "key")
     product: Any = SimpleNamespace(
         reference="ours", evals={"shots": None}, candidates={"ours": SimpleNamespace(checkpoint="models/a")}
     )
-    candidate: Any = SimpleNamespace(name=name, steps=steps)
+    candidate: Any = SimpleNamespace(name=name, steps=steps, checkpoint=SimpleNamespace(path=path))
     setup = evaluate._prepare("shots", None, candidate, product, root=tmp_path, build=tmp_path)  # type: ignore[arg-type]
     assert (setup.latents is not None) == takes_part
     assert setup.is_reference == (name == "ours")

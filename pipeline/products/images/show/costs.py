@@ -22,7 +22,8 @@ _HEAD = (
 
 COSTS_LEGEND = """\
 Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
-ratio is the median over batches with its 95 % interval. Memory is what the decode of a batch holds at most, weights
+ratio is the median over batches with its 95 % interval. No step was timed (–) where it is the reference's own, whose
+latents were taken. Memory is what the decode of a batch holds at most, weights
 included. Headroom is how many times the decoder's largest activation can double in the format that it runs in."""
 
 
@@ -41,7 +42,7 @@ def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
         rows.append(
             [
                 f"`{name}`",
-                f"{notes['step_ms_per_image']:.2f}",
+                "–" if notes["step_ms_per_image"] is None else f"{notes['step_ms_per_image']:.2f}",
                 f"{notes['decode_ms_per_image']:.2f}",
                 f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "–",
                 f"{notes['decode_peak_mib']:.1f}",

@@ -37,15 +37,15 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
         gpu_mib = notes.get("peak_gpu_memory_mib")
         on_gpu = f" and {gpu_mib:.0f} MiB of its GPU" if gpu_mib else ""
         lines.append(
-            f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise "
-            f"({notes['step_ms_per_image']:.2f} a step), {notes['decode_ms_per_image']:.2f} ms to decode"
+            f"{eval_name}: {_describe_denoising(notes, len(evidence.records[eval_name]))}, "
+            f"{notes['decode_ms_per_image']:.2f} ms an image to decode"
             f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
             f"and a process {notes['peak_memory_mib']:.0f} MiB{on_gpu}."
         )
-        if num_taken := notes["num_taken"]:
+        if notes["latents_differ"]:
             lines.append(
-                f"{eval_name}: {num_taken:,} of {len(evidence.records[eval_name]):,} pictures are decoded from the "
-                "reference's latents, as all that makes them is the same, and those drawn here are equal bit by bit."
+                f"{eval_name}: latents differ from the reference's, though all that makes them is the same: this "
+                "machine does not draw the same twice, so all were drawn here."
             )
         if ran := notes.get("quantized"):
             lines.append(_describe_products(eval_name, ran))
@@ -65,6 +65,15 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             if m["decision"] == "keep"
         ]
     return lines
+
+
+def _describe_denoising(notes: Mapping[str, Any], num_pictures: int) -> str:
+    if num_taken := notes["num_taken"]:
+        return (
+            f"{num_taken:,} of {num_pictures:,} pictures from the reference's latents, as all that makes them is the "
+            "same, and the first two batches that each process drew were equal bit by bit"
+        )
+    return f"{notes['denoise_ms_per_image']:.0f} ms an image to denoise ({notes['step_ms_per_image']:.2f} a step)"
 
 
 def _describe_quantized(step: Mapping[str, Any]) -> str:

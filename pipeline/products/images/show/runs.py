@@ -112,6 +112,7 @@ def read_costs(folder: Path, scored: Scored) -> dict[str, float]:
             numbers = {
                 f"cost/{key}": float(notes[key])
                 for key in ("step_ms_per_image", "decode_ms_per_image", "decode_peak_mib")
+                if notes[key] is not None
             }
             if ratio := notes["decode_to_float32"]:
                 numbers["cost/decode_percent_of_float32"] = 100 * ratio["median"]
