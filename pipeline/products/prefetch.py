@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -52,6 +53,7 @@ Ask = Callable[[str], Plan]
 STAGES = ("optimize", "evaluate")
 ENV_STAGE = "env"  # runs every time
 _WAITING = "OMP_WAIT_POLICY"  # changes no result
+_ENDED_ON_REQUEST = (INTERRUPTED, -signal.SIGTERM)  # exit codes of a step
 
 
 @dataclass(frozen=True)
@@ -232,9 +234,9 @@ class _Workshop:
         start = time.monotonic()
         self._view.begin(order.step)
         code = self._find(order.product.kind).run(order.candidate, carry_out, order)
-        how: Ending = "interrupted" if code == INTERRUPTED else "failed" if code else "done"
+        how: Ending = "interrupted" if code in _ENDED_ON_REQUEST else "failed" if code else "done"
         said: str = "interrupted; what finished is kept" if how == "interrupted" else how
-        if code < 0:
+        if code < 0 and how == "failed":
             said = f"its process was ended by signal {-code}, for lack of memory perhaps; finished cases are kept"
         seconds = time.monotonic() - start
         self._view.end(order.step, how)

@@ -66,7 +66,7 @@ class WarmProcess:
 
     def __exit__(self, *_: object) -> None:
         """End it, and with it all tasks."""
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
 
     @property
@@ -143,7 +143,8 @@ class _Task:
 
 def _serve(connection: Connection, prepare: Callable[..., None]) -> None:
     """Start a process for each task that comes, until nobody is left who could send one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tasks hear of it, too, and say so
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all at once, the tasks hear of it, too, and say so
+        signal.signal(number, signal.SIG_IGN)
     silence_torchao()
     tasks: list[_Task] = []
     while True:
@@ -193,6 +194,7 @@ def _finish(task: _Task) -> int:
 def _work(connection: Connection, output: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     """Run a task in the process that was made for it; what a user can act on is one line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     connection.close()
     for stream in (1, 2):
         os.dup2(output, stream)

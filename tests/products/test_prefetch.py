@@ -295,6 +295,7 @@ def test_a_number_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFix
         (0, "optimize: done", False),
         (1, "optimize: failed", True),
         (130, "optimize: interrupted; what finished is kept", False),
+        (-15, "optimize: interrupted; what finished is kept", False),
         (-9, "optimize: its process was ended by signal 9", True),
     ],
 )

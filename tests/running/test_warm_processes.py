@@ -46,6 +46,12 @@ def test_a_task_that_is_killed_costs_no_other(warm: WarmProcess) -> None:
     assert not warm.is_gone
 
 
+def test_a_group_that_is_asked_to_end_is_not_said_to_lack_memory(warm: WarmProcess) -> None:
+    """The warm process leaves the ending to whoever started it: its own death would look like a kill of all tasks."""
+    assert warm.run("a", warm_tasks.end_on_request, "") == -15
+    assert not warm.is_gone
+
+
 def test_imports_that_fail_are_for_the_task_to_meet(warm: WarmProcess) -> None:
     """It says which candidate needs the library, and other candidates may not."""
     assert warm.run("a", warm_tasks.show_state, "broken") == 0
