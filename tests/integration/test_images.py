@@ -328,7 +328,7 @@ def test_latents_of_the_reference_are_those_that_a_candidate_would_draw(project:
     assert notes["std_ratio_by_step"] == own["std_ratio_by_step"] and notes["decoder"] == own["decoder"]
     assert evaluate("half-unet")[1]["num_taken"] == 0 and not notes["latents_differ"]
     report = render_report(compare_release(product, build))
-    assert f"4 of {NUM_PROMPTS} pictures from the reference's latents" in report
+    assert f"4 of {NUM_PROMPTS} pictures were decoded from the reference's latents" in report
 
 
 @pytest.mark.slow

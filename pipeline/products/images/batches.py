@@ -48,7 +48,7 @@ class Loaded:
     clip: Any
     oversaturated_above: float
     facts: dict[str, Any]
-    shared: SharedLatents | None  # None: it draws all by itself, and keeps none
+    shared: SharedLatents
     denoise_s: list[float] = field(default_factory=list)  # an image, of each batch that was drawn here
     decode_s: list[float] = field(default_factory=list)  # an image, of each batch that was timed
 
@@ -100,7 +100,7 @@ def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) ->
         ranges,
         ratios,
         denoise_s,
-        loaded.shared is not None and loaded.shared.differ,
+        loaded.shared.differ,
         timed,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         read_peak_mib(),
@@ -115,13 +115,12 @@ def _latest(seconds: Sequence[float], is_timed: bool) -> float:
 def _denoise(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) -> tuple[Latents, float | None]:
     """Draw a batch's latents, or take the reference's where they are the same; None for the seconds of those."""
     shared, device, name = loaded.shared, loaded.pipe.vae.device, digest_json([category, *(c.digest for c in batch)])
-    if shared and (taken := shared.take(name, device)):
+    if taken := shared.take(name, device):
         return taken, None
     prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
     latents, seconds = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), device)
     loaded.denoise_s.append(seconds / len(batch))
-    if shared:
-        shared.keep_or_compare(name, latents)
+    shared.keep_or_compare(name, latents)
     return latents, seconds
 
 

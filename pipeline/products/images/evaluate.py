@@ -142,23 +142,18 @@ def open_replica(
 def _prepare(
     name: str, evalset: Evalset, candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path
 ) -> RenderSetup:
-    """Return what a worker needs for one eval.
-
-    What is the reference once more takes no latents: it is there to show whether anything moves.
-    """
-    settings, is_reference = product.evals[name], candidate.name == product.reference
-    source = root / product.candidates[product.reference].checkpoint
-    is_repeat = not is_reference and not candidate.steps and root / candidate.checkpoint.path == source
+    """Return what a worker needs for one eval."""
+    settings = product.evals[name]
     judges = digest_judges(product, settings, root)
     return RenderSetup(
         candidate,
-        source=source,
+        source=root / product.candidates[product.reference].checkpoint,
         settings=settings,
         root=root,
         judges=judges,
         key=digest_work(settings, evalset, judges),
-        latents=None if is_repeat else build / "latents" / name,
-        is_reference=is_reference,
+        latents=build / "latents" / name,
+        is_reference=candidate.name == product.reference,
     )
 
 

@@ -8,7 +8,8 @@ to the last bit. So the reference keeps its own, batch by batch:
 What makes them: all files of the pipeline but the VAE's and pictures beside it, all settings but those of a decode, the
 eval with its prompts and judges, the code, the libraries and the machine. A process that draws for another candidate
 first draws two batches by itself, the second after a decode of its own. It takes the others from here if both are equal
-bit by bit. Once one is not, it draws all.
+bit by bit. Once one is not, it draws the rest. What has the reference's own fingerprint, under whatever name, takes
+none: it is there to show whether anything moves.
 
 To remove the folder costs time alone.
 """
@@ -24,14 +25,15 @@ from typing import Any
 
 import torch
 
+from pipeline.errors import EvidenceError
 from pipeline.products.images.rendering import Latents
 from pipeline.records.digests import digest_bytes, digest_json
-from pipeline.records.files import write_bytes
+from pipeline.records.files import read_bounded, write_bytes
 
 NUM_COMPARED = 2  # batches: what one leaves behind in its process, the next would show
 DECODING = ("vae_dtype", "tiling")  # what a setting of a decode begins with
 PICTURE = ".png"  # some pipelines come with a few, which they do not read
-_SUM = 64  # bytes at the start of a file: the digest of the rest
+_MARK = 64  # bytes of a digest: a file begins with that of the rest, which begins with a fingerprint
 
 
 @dataclass
@@ -39,6 +41,7 @@ class SharedLatents:
     """The reference's latents, as a process sees them that keeps or takes them."""
 
     folder: Path  # of those that are made in one way
+    mark: str  # the fingerprint of what this process draws for
     is_kept_here: bool  # the process draws for the reference
     num_equal: int = 0  # batches that were drawn here and compared
     differ: bool = False  # one of them was not equal
@@ -46,7 +49,7 @@ class SharedLatents:
     def remove_others(self) -> None:
         """Remove what was made in another way."""
         for other in self.folder.parent.glob("*"):
-            if other != self.folder:
+            if other != self.folder and not self.folder.parent.is_symlink():
                 shutil.rmtree(other, ignore_errors=True)
 
     def take(self, batch: str, device: torch.device) -> Latents | None:
@@ -64,7 +67,7 @@ class SharedLatents:
             with contextlib.suppress(OSError):  # without it others draw their own
                 self._write(batch, drawn)
         elif not self.differ and (kept := self._read(batch, drawn.values.device)):
-            is_equal = torch.equal(kept.values, drawn.values)
+            is_equal = _are_equal(kept.values, drawn.values)
             self.num_equal += is_equal
             self.differ = not is_equal
 
@@ -74,22 +77,28 @@ class SharedLatents:
         tensors = {"values": latents.values.cpu()}
         if latents.std_ratios:
             tensors["std_ratios"] = torch.stack(latents.std_ratios)
-        data = save(tensors)
+        data = self.mark.encode() + save(tensors)
         write_bytes(self.folder / batch, digest_bytes(data).encode() + data)
 
     def _read(self, batch: str, device: torch.device) -> Latents | None:
-        """Return what was written; None where there is nothing, or not all of it."""
+        """Return what was written; None where there is nothing, not all of it, or what this process draws itself."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         try:
-            written = (self.folder / batch).read_bytes()
-        except OSError:
+            written = read_bounded(self.folder / batch)
+            data = written[_MARK:]
+            if digest_bytes(data).encode() != written[:_MARK] or data[:_MARK] == self.mark.encode():
+                return None
+            tensors = load(data[_MARK:])
+            return Latents(tensors["values"].to(device), list(tensors.get("std_ratios", ())))
+        except (OSError, EvidenceError, SafetensorError, KeyError):
             return None
-        data = written[_SUM:]
-        if digest_bytes(data).encode() != written[:_SUM]:
-            return None
-        tensors = load(data)
-        return Latents(tensors["values"].to(device), list(tensors.get("std_ratios", ())))
+
+
+def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Say whether two float32 tensors are equal bit by bit, of which NaN is no exception."""
+    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 def describe_denoising(facts: Mapping[str, Any], vae_scale_factor: int) -> str:

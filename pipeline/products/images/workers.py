@@ -20,6 +20,7 @@ from pipeline.products.images.results import Rendered
 from pipeline.products.images.settings import ImagesEval
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
 from pipeline.records.evaluations import ImageCandidate
+from pipeline.records.fingerprints import fingerprint
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.gpu_failures import explain_gpu_failure
 from pipeline.running.tracing import record_trace
@@ -39,7 +40,7 @@ class RenderSetup:
     root: Path
     judges: dict[Path, str]  # folder of the reference and of the CLIP -> digest
     key: str  # of the eval's records, without what renders
-    latents: Path | None  # folder of the reference's, of this eval; None: neither kept nor taken
+    latents: Path  # folder of the reference's, of this eval
     is_reference: bool
 
 
@@ -147,12 +148,11 @@ def _load_all(setup: RenderSetup) -> Loaded:
                 f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
                 f"{dtype!r}; diffusers keeps some parts in another format: correct the step"
             )
-    facts, shared = candidate.facts | read_machine_facts(), None
-    if setup.latents:
-        digest = describe_denoising(facts | {"key": setup.key}, pipe.vae_scale_factor)
-        shared = SharedLatents(setup.latents / digest[:16], is_kept_here=setup.is_reference)
-        if setup.is_reference:
-            shared.remove_others()
+    facts = candidate.facts | read_machine_facts()
+    folder = setup.latents / describe_denoising(facts | {"key": setup.key}, pipe.vae_scale_factor)[:16]
+    shared = SharedLatents(folder, fingerprint(facts), is_kept_here=setup.is_reference)
+    if setup.is_reference:
+        shared.remove_others()
     return Loaded(
         candidate,
         pipe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from pipeline.products.images import batches
 from pipeline.products.images.batches import Loaded, _decode_both_ways
+from pipeline.products.images.shared_latents import SharedLatents
 
 LATENTS = torch.arange(4.0).reshape(4, 1, 1, 1)
 WHOLE, APART = [slice(0, 4)], [slice(0, 2), slice(2, 4)]
@@ -34,7 +36,9 @@ class Decoder(nn.Module):
 def load(seen: list[tuple[str, int]]) -> Loaded:
     pipe: Any = SimpleNamespace(vae=Decoder("ours", 2, seen))
     candidate: Any = SimpleNamespace(serving=SimpleNamespace(tiling=None))
-    return Loaded(candidate, pipe, Decoder("exact", 3, seen), None, 0.05, {}, None)
+    return Loaded(
+        candidate, pipe, Decoder("exact", 3, seen), None, 0.05, {}, SharedLatents(Path(), "", is_kept_here=False)
+    )
 
 
 @pytest.mark.parametrize("parts", [WHOLE, APART])

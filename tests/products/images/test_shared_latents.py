@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from pipeline.evalsets.cases import PromptCase
-from pipeline.products.images import batches, evaluate
+from pipeline.products.images import batches
 from pipeline.products.images.batches import Loaded, _denoise
 from pipeline.products.images.rendering import Latents
 from pipeline.products.images.shared_latents import SharedLatents, describe_denoising
-from pipeline.records.digests import digest_json
+from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.serving import PipelineServing
 
 CPU = torch.device("cpu")
@@ -35,9 +36,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seeds
 
 
-def load(folder: Path, *, is_reference: bool = False, off: float = 0.0) -> Loaded:
+def load(folder: Path, *, is_reference: bool = False, off: float = 0.0, mark: str = "b" * 64) -> Loaded:
     pipe = SimpleNamespace(vae=SimpleNamespace(device=CPU), off=off)
-    shared = SharedLatents(folder / "key", is_kept_here=is_reference)
+    shared = SharedLatents(folder / "key", "a" * 64 if is_reference else mark, is_kept_here=is_reference)
     return Loaded(SimpleNamespace(serving=None), pipe, None, None, 0.05, {}, shared)  # type: ignore[arg-type]
 
 
@@ -67,7 +68,7 @@ def test_all_are_drawn_where_the_first_differs(tmp_path: Path, drawn: list[int])
     loaded = load(tmp_path, off=2.0**-20)
     run(loaded)
     assert drawn == [0, 1, 2, 3]
-    assert loaded.shared is not None and loaded.shared.differ
+    assert loaded.shared.differ
 
 
 def test_all_are_drawn_where_the_second_differs(tmp_path: Path, drawn: list[int]) -> None:
@@ -79,7 +80,7 @@ def test_all_are_drawn_where_the_second_differs(tmp_path: Path, drawn: list[int]
     loaded.pipe.off = 2.0**-20
     run(loaded, CASES[1:])
     assert drawn == [0, 1, 2, 3]
-    assert loaded.shared is not None and loaded.shared.differ
+    assert loaded.shared.differ
 
 
 def test_the_reference_draws_all_each_time(tmp_path: Path, drawn: list[int]) -> None:
@@ -99,7 +100,7 @@ def test_a_batch_that_is_missing_damaged_or_of_another_guidance_is_drawn(tmp_pat
         path.write_bytes(damage(path.read_bytes()))
     run(loaded)
     assert drawn == [0, 1, 2]
-    assert loaded.shared is not None and not loaded.shared.differ
+    assert not loaded.shared.differ
     assert _denoise(loaded, CASES[3], None)[1] is None
     assert _denoise(loaded, CASES[3], "glass")[1] is not None
 
@@ -114,7 +115,7 @@ def test_what_can_not_be_kept_stops_nothing(tmp_path: Path, drawn: list[int]) ->
 def test_latents_of_another_making_are_removed(tmp_path: Path) -> None:
     for name in ("earlier", "key"):
         (tmp_path / name).mkdir()
-    SharedLatents(tmp_path / "key", is_kept_here=True).remove_others()
+    SharedLatents(tmp_path / "key", "a" * 64, is_kept_here=True).remove_others()
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
@@ -173,25 +174,30 @@ def test_the_size_that_a_unet_is_told_matters() -> None:
     assert describe_denoising(FACTS, 8) != describe_denoising(FACTS, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "steps", "takes_part"),
-    [
-        ("ours", "models/a", (), True),
-        ("again", "models/a", (), False),
-        ("other-vae", "models/b", (), True),
-        ("tiled", "models/a", ({"kind": "vae_tiling"},), True),
-    ],
-)
-def test_the_reference_once_more_takes_none(
-    name: str, path: str, steps: tuple[Any, ...], takes_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or nothing could move between the two."""
-    monkeypatch.setattr(evaluate, "digest_judges", lambda *_: {})
-    monkeypatch.setattr(evaluate, "digest_work", lambda *_: "key")
-    product: Any = SimpleNamespace(
-        reference="ours", evals={"shots": None}, candidates={"ours": SimpleNamespace(checkpoint="models/a")}
-    )
-    candidate: Any = SimpleNamespace(name=name, steps=steps, checkpoint=SimpleNamespace(path=path))
-    setup = evaluate._prepare("shots", None, candidate, product, root=tmp_path, build=tmp_path)  # type: ignore[arg-type]
-    assert (setup.latents is not None) == takes_part
-    assert setup.is_reference == (name == "ours")
+def test_the_reference_once_more_takes_none(tmp_path: Path, drawn: list[int]) -> None:
+    """Under whatever name, and after a step that changes nothing: or nothing could move between the two."""
+    run(load(tmp_path, is_reference=True))
+    drawn.clear()
+    loaded = load(tmp_path, mark="a" * 64)
+    run(loaded)
+    assert drawn == [0, 1, 2, 3]
+    assert not loaded.shared.differ and not loaded.shared.num_equal
+
+
+def test_latents_that_are_no_numbers_are_equal_where_their_bits_are(tmp_path: Path, drawn: list[int]) -> None:
+    run(load(tmp_path, is_reference=True, off=float("nan")))
+    drawn.clear()
+    loaded = load(tmp_path, off=float("nan"))
+    run(loaded)
+    assert drawn == [0, 1] and not loaded.shared.differ
+
+
+@pytest.mark.parametrize("data", [b"", b"no tensors", save({"other": torch.zeros(1)})])
+def test_what_holds_no_latents_is_drawn_though_its_sum_is_right(data: bytes, tmp_path: Path, drawn: list[int]) -> None:
+    run(load(tmp_path, is_reference=True))
+    content = b"a" * 64 + data
+    for number in range(len(CASES)):
+        find_file(tmp_path, number).write_bytes(digest_bytes(content).encode() + content)
+    drawn.clear()
+    run(load(tmp_path))
+    assert drawn == [0, 1, 2, 3]

@@ -22,9 +22,9 @@ _HEAD = (
 
 COSTS_LEGEND = """\
 Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
-ratio is the median over batches with its 95 % interval. No step was timed (–) where the reference's latents were taken,
-as it is the reference's own. Memory is what the decode of a batch holds at most, weights included. Headroom is how many
-times the decoder's largest activation can double in the format that it runs in."""
+ratio is the median over batches with its 95 % interval. A step costs what the reference's does where its latents were
+taken (–). Memory is what the decode of a batch holds at most, weights included. Headroom is how many times the
+decoder's largest activation can double in the format that it runs in."""
 
 
 def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:

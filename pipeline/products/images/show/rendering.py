@@ -44,8 +44,8 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
         )
         if notes["latents_differ"]:
             lines.append(
-                f"{eval_name}: latents differ from the reference's, though all that makes them is the same: this "
-                "machine does not draw the same twice, so all were drawn here."
+                f"{eval_name}: latents that were drawn here differ from the reference's, though all that makes them is "
+                "the same: the machine does not draw the same twice. The process that saw it took none from then on."
             )
         if ran := notes.get("quantized"):
             lines.append(_describe_products(eval_name, ran))
@@ -70,8 +70,8 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
 def _describe_denoising(notes: Mapping[str, Any], num_pictures: int) -> str:
     if num_taken := notes["num_taken"]:
         return (
-            f"{num_taken:,} of {num_pictures:,} pictures from the reference's latents, as all that makes them is the "
-            "same, and the first two batches that each process drew were equal bit by bit"
+            f"{num_taken:,} of {num_pictures:,} pictures were decoded from the reference's latents, as all that makes "
+            "them is the same, and two batches that each process drew by itself were equal bit by bit"
         )
     return f"{notes['denoise_ms_per_image']:.0f} ms an image to denoise ({notes['step_ms_per_image']:.2f} a step)"
 
