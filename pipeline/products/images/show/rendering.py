@@ -37,7 +37,7 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
         gpu_mib = notes.get("peak_gpu_memory_mib")
         on_gpu = f" and {gpu_mib:.0f} MiB of its GPU" if gpu_mib else ""
         lines.append(
-            f"{eval_name}: {_describe_denoising(notes, len(evidence.records[eval_name]))}, "
+            f"{eval_name}: {_describe_denoising(notes, len(evidence.records[eval_name]))}; "
             f"{notes['decode_ms_per_image']:.2f} ms an image to decode"
             f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
             f"and a process {notes['peak_memory_mib']:.0f} MiB{on_gpu}."
