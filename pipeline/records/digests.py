@@ -88,12 +88,14 @@ def list_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[st
 
 
 def _walk(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the files below a folder; a link to a folder that it lies in, `above`, leads to nothing new."""
+    """Yield the files below a folder; a link to one that holds a folder on the way here, `above`, is not followed."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_file():
             yield path
-        elif path.is_dir() and path.name != "__pycache__" and (real := os.path.realpath(path)) not in above:
-            yield from _walk(path, (*above, real))
+        elif path.is_dir() and path.name != "__pycache__":
+            real = os.path.realpath(path)
+            if not any(Path(one).is_relative_to(real) for one in above):
+                yield from _walk(path, (*above, real))
 
 
 def digest_files(

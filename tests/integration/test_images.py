@@ -33,7 +33,7 @@ from pipeline.products.images.serving import read_image_candidate, sample_plainl
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.vae_range_fix import _replace_vae
 from pipeline.products.text.serving.engines.keeper import list_descendants
-from pipeline.records.digests import digest_file, digest_files
+from pipeline.records.digests import digest_file, digest_files, list_files
 from pipeline.records.evaluations import Evaluation, read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import read_record, write_cases
@@ -241,6 +241,23 @@ def test_only_a_step_that_rewrites_weights_takes_disk(project: Path) -> None:
     assert fixed.checkpoint.path == "build/candidates/fixed/checkpoint"
     config = json.loads((project / fixed.checkpoint.path / "vae/config.json").read_text())
     assert config["force_upcast"] is False, "diffusers would decode in float32 whatever is asked"
+
+
+def test_a_step_rewrites_a_copy_of_what_counts(project: Path, tmp_path: Path) -> None:
+    """A link to a folder above would be copied into itself until names are too long."""
+    source = tmp_path / "models/linked"
+    shutil.copytree(project / CANDIDATES["fixed"][0], source)
+    shutil.move(source / "vae", tmp_path / "vae")
+    (source / "vae").symlink_to(tmp_path / "vae")
+    (source / "up").symlink_to(source.parent)
+    (source / "sample.png").write_bytes(b"")
+    shutil.copytree(project / "evalsets", tmp_path / "evalsets")
+    fixed = {"checkpoint": "models/linked", "steps": CANDIDATES["fixed"][1]}
+    product = make_product(["fixed"], reference="fixed", candidates={"fixed": fixed})
+    made = build_image_candidate("fixed", product, root=tmp_path, build=tmp_path / "build")
+    copy = tmp_path / made.checkpoint.path
+    assert list_files(copy).keys() == list_files(source).keys() - {"sample.png"}
+    assert not (copy / "vae").is_symlink(), "a step would write into the original"
 
 
 def test_a_pipeline_in_shards_is_the_same_pipeline(project: Path, tmp_path: Path) -> None:

@@ -47,3 +47,18 @@ def test_a_link_to_a_folder_above_leads_to_nothing_new(tmp_path: Path) -> None:
     (tmp_path / "a" / "file").write_bytes(b"f")
     (tmp_path / "a" / "again").symlink_to(tmp_path)
     assert list(digest_files(tmp_path)) == ["a/file"]
+    (tmp_path / "beside").write_bytes(b"b")
+    assert list(digest_files(tmp_path / "a")) == ["file"], "what lies beside the folder is none of its content"
+
+
+def test_a_link_from_a_linked_folder_back_to_a_folder_above_leads_to_nothing_new(tmp_path: Path) -> None:
+    model, shared = tmp_path / "models" / "ours", tmp_path / "shared" / "unet"
+    for folder in (model, shared):
+        folder.mkdir(parents=True)
+    (shared / "weights").write_bytes(b"w")
+    (model / "unet").symlink_to(shared)
+    for i, above in enumerate((tmp_path, shared.parent, model)):
+        (above / "beside").write_bytes(b"b")
+        (shared / f"back-{i}").symlink_to(above)
+    (model / "beside").unlink()
+    assert list(digest_files(model)) == ["unet/weights"]

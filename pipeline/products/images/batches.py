@@ -27,10 +27,9 @@ from pipeline.products.images.rendering import (
     list_stitches,
     make_latents,
 )
-from pipeline.products.images.results import Rendered
+from pipeline.products.images.results import Rendered, name_batch
 from pipeline.products.images.scoring import blank, score_images, to_bytes
 from pipeline.products.images.shared_latents import SharedLatents
-from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, ImageCandidate
 from pipeline.records.fingerprints import fingerprint
 from pipeline.running.timing import time_call
@@ -114,7 +113,7 @@ def _latest(seconds: Sequence[float], is_timed: bool) -> float:
 
 def _denoise(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) -> tuple[Latents, float | None]:
     """Draw a batch's latents, or take the reference's where they are the same; None for the seconds of those."""
-    shared, device, name = loaded.shared, loaded.pipe.vae.device, digest_json([category, *(c.digest for c in batch)])
+    shared, device, name = loaded.shared, loaded.pipe.vae.device, name_batch(batch, category)
     if taken := shared.take(name, device):
         return taken, None
     prompts = [Prompt(case.prompt, case.seed, category) for case in batch]

@@ -18,7 +18,9 @@ from pipeline.products.images.folders import iterate_weights, read_pipeline_chec
 from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
 from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.images.shared_latents import PICTURE
 from pipeline.products.images.steps import STEPS
+from pipeline.records.digests import list_files
 from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate, LayerCoverage
 from pipeline.records.files import replace_folder, share_files
 from pipeline.records.record_files import write_record
@@ -68,7 +70,7 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
     folder = source
     if any(step.rewrites_weights for step in settings.steps):
         folder = working / "checkpoint"
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("README.md", "card.json", "*.png"))
+        _copy_pipeline(source, folder)
     records, fallbacks, coverage = _apply_steps(name, product, folder, root)
     if folder != source:
         made = read_pipeline_checkpoint(folder, root=root, parent_digest=checkpoint.digest)
@@ -80,6 +82,14 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
     return BuiltCandidate(
         name=name, checkpoint=checkpoint, steps=records, coverage=coverage, fallbacks=fallbacks, libraries=versions
     )
+
+
+def _copy_pipeline(source: Path, folder: Path) -> None:
+    """Copy what counts of a pipeline folder, but for pictures that came with it."""
+    for name, path in list_files(source).items():
+        if not name.endswith(PICTURE):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
 
 def _apply_steps(

@@ -29,6 +29,7 @@ from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
 from pipeline.product import OpenReplica
 from pipeline.products.images.other_seeds import Drawn, choose_other_seeds, measure_floor
+from pipeline.products.images.results import name_batch
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
 from pipeline.products.images.workers import (
     RenderSetup,
@@ -187,7 +188,7 @@ def _run_eval(
         records.append(record)
         write_bytes(folder / name / f"{record.case_id}.png", picture)
     write_cases(folder / f"{name}.jsonl", records)
-    noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
+    noted = [journal.find_text(name_batch(*batch)) for batch in batches]
     notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(measure_decode_mib, candidate.serving.batch_size).result(), 2)
     }
@@ -231,10 +232,10 @@ def _render(
     progress = Progress(name, total=total, kept=total - num_left, unit="pictures")
     with ThreadPoolExecutor() as threads:
         for place, rendered in run_tasks(pool, render_batch, left):
-            cases = left[place][0]
+            cases, category = left[place]
             noted = json.dumps(rendered.as_json() | {"num": len(cases)})
             # first: a batch counts as finished when all its images do
-            journal.add_text(_name_batch(cases), noted, is_measured=True)
+            journal.add_text(name_batch(cases, category), noted, is_measured=True)
             pictures = threads.map(_write_png, rendered.pixels)  # while workers render
             for case, record, picture in zip(cases, rendered.records, pictures, strict=True):
                 journal.add(case.digest, record, base64.b64encode(picture).decode())
@@ -245,10 +246,6 @@ def _write_png(pixels: NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def _name_batch(cases: Sequence[PromptCase]) -> str:
-    return digest_json([case.digest for case in cases])
 
 
 def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:

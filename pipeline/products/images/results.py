@@ -1,13 +1,16 @@
-"""What the steps and the workers of the image product return."""
+"""What the steps and the workers of the image product return, and the name of what a worker was given."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.evalsets.cases import PromptCase
+from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import PipelineServing
 
@@ -44,3 +47,8 @@ class Rendered:
         names = [field.name for field in fields(self) if field.name not in ("records", "pixels")]
         kept = {name: getattr(self, name) for name in names}
         return kept | {"ranges": {name: astuple(module_range) for name, module_range in self.ranges.items()}}
+
+
+def name_batch(cases: Sequence[PromptCase], category: str | None) -> str:
+    """Return the digest of what a batch is of: its prompts, and the category whose guidance it has."""
+    return digest_json([category, *(case.digest for case in cases)])
