@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_equality PRODUCT [--candidates NAME ...] [--nodes 3]
 
-Needs `pip install 'quantgate[ray]'`, and a finished project (`make repro`). In a copy of it the candidates (all of the
+Needs [Ray](../docs/scale.md#ray), and a finished project (`make repro`). In a copy of it the candidates (all of the
 product, unless some are named) are evaluated anew, on a cluster of one machine with nodes of one core each, and the
 product is judged. Records are compared without latencies, and verdict.json without the seconds that evaluations took.
 Prints a row of Markdown a candidate, and a line on the verdict; exits 1 where anything differs.

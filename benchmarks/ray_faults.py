@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_faults [--candidate shots] [--nodes 3] [--only NAME ...]
 
-Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is built (`python -m stages.optimize`). Each
+Needs [Ray](../docs/scale.md#ray), and a project in which the candidate is built (`python -m stages.optimize`). Each
 fault happens in a copy of it, on a cluster of one machine with nodes of one core each. Records are compared with those
 of a run in one process, without latencies. Prints a row of Markdown each. `apart` and `disk` mount folders, which takes
 the rights of root.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_overhead CANDIDATE [--workers 2] [--rounds 2] [--workflows N]
 
-Needs `pip install 'quantgate[ray]'`, and a project in which the candidate is built (`python -m stages.optimize`). In
+Needs [Ray](../docs/scale.md#ray), and a project in which the candidate is built (`python -m stages.optimize`). In
 copies of it the candidate is evaluated anew by workers of this machine, and by as many replicas on a cluster of this
 machine alone, as `ray start --head` makes it; in turns, so that a busy machine is busy for both. Prints a row of
 Markdown a round: the seconds of the stage, and whether the records are equal without latencies. The cluster is started

@@ -317,7 +317,9 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.description = "Everything is checked before anything is written; `git diff` shows what was."
     parser.add_argument("name", metavar="NAME", help="of the product: lower-case letters, digits and dashes")
     parser.add_argument("--kind", required=True, metavar="|".join(KINDS))
-    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of the project, or of a hub (hf://...)")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="FOLDER", help="of the project, or, for kind text, of a hub (hf://...)"
+    )
     for name, text in _list_start_options().items():
         parser.add_argument(f"--{name}", help=text)
     parser.add_argument("--remove-shipped", action="store_true", help="take the shipped products out of the project")

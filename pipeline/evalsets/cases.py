@@ -2,7 +2,7 @@
 
 A line that the pipeline could not digest later (NaN, half of a surrogate pair) is refused here, so
 that what was read once can be evaluated. Whether the cases are those of their card is up to
-`evalsets.py`, and whether the pictures that they name are there up to `pictures.py`.
+`cards.py`, and whether the pictures that they name are there up to `pictures.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ the samples it was given and no others: an image decoded in the smaller dtype is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,11 +18,7 @@ from torch import nn
 from pipeline.errors import NumericsError
 from pipeline.numerics.activation_watch import ActivationWatch
 from pipeline.numerics.range_fix import (
-    TARGET_ABSMAX,
     RangeFixPlan,
-    apply_range_fix,
-    measure_activations,
-    plan_range_fix,
     read_weight,
     run_half,
 )
@@ -91,25 +86,6 @@ def prove_range_fix(
     for name in names:
         _check_weights(name, read_weight(fixed, name), shares[1][name], dtype, max_subnormal_fraction)
     return RangeFixProof(dtype, difference, headrooms[0], headrooms[1], shares[0], shares[1])
-
-
-def fix_range(
-    vae: Vae,
-    samples: torch.Tensor,
-    *,
-    part: Part = "decoder",
-    target: float = TARGET_ABSMAX,
-    dtype: torch.dtype = torch.float16,
-) -> tuple[Vae, RangeFixProof]:
-    """Plan from the samples, apply to a copy, prove on the same samples; return the copy and the proof.
-
-    Raises:
-        NumericsError: see `plan_range_fix` and `prove_range_fix`.
-    """
-    plan = plan_range_fix(vae, measure_activations(vae, samples, part=part), part=part, target=target)
-    fixed = copy.deepcopy(vae)
-    apply_range_fix(fixed, plan)
-    return fixed, prove_range_fix(vae, fixed, samples, plan=plan, dtype=dtype)
 
 
 def _subnormal_fraction(weight: torch.Tensor, dtype: torch.dtype) -> float:

@@ -153,17 +153,6 @@ def _walk(folder: Path, skipped: Collection[Path]) -> Iterator[Path]:
             yield path
 
 
-def check_candidate(product: Product, argv: list[str]) -> str:
-    """Return the candidate of a product that was given on a command line.
-
-    Raises:
-        SettingsError: not one word, or no candidate of the product.
-    """
-    if len(argv) != 1 or argv[0] not in product.candidates:
-        raise SettingsError(f"candidates: expected one of {', '.join(product.candidates)}, got {' '.join(argv)!r}")
-    return argv[0]
-
-
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
     """Validate settings that were already read from YAML.
 

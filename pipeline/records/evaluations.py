@@ -1,7 +1,7 @@
 """What passes between stages: a candidate, what happened to each case, and the index of an evaluation.
 
 `optimize` writes a BuiltCandidate, `evaluate` adds how it is served and writes CaseRecords and an Evaluation that lists
-them, `compare` writes Verdicts (`verdict_records.py`). How a candidate is served is in `serving_records.py`.
+them, `compare` writes Verdicts (`pipeline/gate/verdicts.py`). How a candidate is served is in `serving.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a candidate is run, as JSON on disk: a server of a checkpoint, a diffusers pipeline, a torch module, or another.
 
-Each has an `identity`: the settings that make one way of serving another, by name. What is served is in `records.py`.
+Each has an `identity`: settings that make one way of serving another, by name. `evaluations.py` says what is served.
 """
 
 from __future__ import annotations

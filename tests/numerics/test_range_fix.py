@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.errors import NumericsError
 from pipeline.numerics.range_fix import TARGET_ABSMAX, apply_range_fix, measure_activations, plan_range_fix
-from pipeline.numerics.range_proof import fix_range, prove_range_fix
-from pipeline.numerics.residual_spaces import trace_spaces
+from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
+from pipeline.numerics.residual_spaces import Part, trace_spaces
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 from tests.fakes.tiny_vae import build_vae, draw_latents, inflate_decoder
 
@@ -38,6 +38,16 @@ def drop_epsilon(vae: Any) -> Any:
         if isinstance(module, nn.GroupNorm):
             module.eps = 0.0
     return vae
+
+
+def fix_range(
+    vae: Any, samples: torch.Tensor, *, part: Part = "decoder", target: float = TARGET_ABSMAX
+) -> tuple[Any, RangeFixProof]:
+    """Plan from the samples, apply to a copy, and prove on the same samples, as the step does."""
+    plan = plan_range_fix(vae, measure_activations(vae, samples, part=part), part=part, target=target)
+    fixed = copy.deepcopy(vae)
+    apply_range_fix(fixed, plan)
+    return fixed, prove_range_fix(vae, fixed, samples, plan=plan)
 
 
 @by_layout

@@ -18,7 +18,6 @@ from pipeline.errors import SettingsError
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.params import (
     Params,
-    check_candidate,
     choose_product,
     find_owner,
     get_product,
@@ -775,7 +774,6 @@ def test_a_product_is_found_by_its_name_and_by_its_candidates() -> None:
     assert choose_product(params, None, kind=TextProduct).name == "agent"
     assert choose_product(params, "upscaler", kind=VisionProduct).name == "upscaler"
     assert find_owner(params, "doubled", kind=Product).name == "upscaler"
-    assert check_candidate(params.products["shots"], ["fp16"]) == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -788,15 +786,6 @@ def test_a_product_is_found_by_its_name_and_by_its_candidates() -> None:
         (
             lambda p: find_owner(p, "fp16", kind=VisionProduct),
             "candidates: expected one of squares, half, doubled, tiled, got 'fp16'",
-        ),
-        (
-            lambda p: check_candidate(p.products["shots"], ["int4"]),
-            "candidates: expected one of shots, fp16, got 'int4'",
-        ),
-        (lambda p: check_candidate(p.products["shots"], []), "candidates: expected one of shots, fp16, got ''"),
-        (
-            lambda p: check_candidate(p.products["shots"], ["shots", "fp16"]),
-            "candidates: expected one of shots, fp16, got 'shots fp16'",
         ),
     ],
 )

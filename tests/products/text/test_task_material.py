@@ -22,7 +22,7 @@ from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.generation import join_repeats
 from pipeline.products.text.evals.known_tasks import digest_evalsets
-from pipeline.products.text.evals.material import digest_task, load_task, quiet, read_fresh
+from pipeline.products.text.evals.material import load_task, quiet, read_fresh
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases
@@ -292,7 +292,7 @@ def test_a_clone_elsewhere_has_the_same_digest(tmp_path: Path, monkeypatch: pyte
         files = {"data_files": {"test": "tasks/test.jsonl"}}
         task = json.dumps(TASK | {"dataset_path": "json", "dataset_kwargs": files}).removesuffix("}")
         Path("tasks/mine.yaml").write_text(task + ', "process_results": !function code.read_results}')
-        digests.add(digest_task("e", HarnessEval(kind="harness", task="mine", include_path="tasks")))
+        digests.add(load_task("e", HarnessEval(kind="harness", task="mine", include_path="tasks")).digest)
     assert len(digests) == 1
 
 

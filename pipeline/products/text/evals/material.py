@@ -52,11 +52,6 @@ class Task:
     documents: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def digest_task(name: str, settings: HarnessEval) -> str:
-    """Return the digest of what an lm-eval task asks and how it judges, as `load_task` does."""
-    return load_task(name, settings).digest
-
-
 def load_task(name: str, settings: HarnessEval) -> Task:
     """Load an lm-eval task as its evaluation does; its paths start at the current folder.
 
