@@ -85,7 +85,8 @@ class _ChatHandler(ChatCompletionHandler):
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, gen_config: Any, gen_manager: Any
     ) -> Any:
         self._set_room(inputs, gen_config)
-        response = super()._streaming(request_id, model, processor, model_id, inputs, gen_config, self)
+        parsed = self._generation.parsed_type
+        response = super()._streaming(request_id, parsed, processor, model_id, inputs, gen_config, self)
         response.body_iterator = _end_stream(response.body_iterator)
         return response
 
@@ -94,7 +95,8 @@ class _ChatHandler(ChatCompletionHandler):
     ) -> Any:
         self._set_room(inputs, gen_config)
         if not self._asked.stops:
-            return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, self)
+            parsed = self._generation.parsed_type
+            return await super()._non_streaming(request_id, parsed, processor, model_id, inputs, gen_config, self)
         return await self._answer_until_stop(request_id, processor, model_id, inputs, gen_config)
 
     def _build_completion(
@@ -158,7 +160,7 @@ class _ChatHandler(ChatCompletionHandler):
     ) -> tuple[Any, Any]:
         """Stream; what a stop string or a tool call asks for is cut out of the text."""
         source, streamer = self._generation.manager.generate_streaming(
-            model, processor, inputs, gen_config, request_id=request_id, response_parser=response_parser
+            self._loaded.model, processor, inputs, gen_config, request_id=request_id, response_parser=response_parser
         )
         build_pieces(streamer)
         reads_calls = self._reads_calls and self._asked.streams
@@ -174,7 +176,7 @@ class _ChatHandler(ChatCompletionHandler):
     ) -> tuple[str, int, Any]:
         """Generate, and note the tokens where they are asked for."""
         text, num_prompt, tokens = await self._generation.manager.generate_non_streaming(
-            model, processor, inputs, gen_config, request_id=request_id
+            self._loaded.model, processor, inputs, gen_config, request_id=request_id
         )
         if self._asked.returns_token_ids or self._asked.num_logprobs is not None:
             ids = inputs["input_ids"]
@@ -189,9 +191,9 @@ class _ChatHandler(ChatCompletionHandler):
     async def _answer_until_stop(
         self, request_id: str, processor: Any, model_id: str, inputs: Any, gen_config: Any
     ) -> Response:
-        model, ids = self._loaded.model, inputs["input_ids"]
-        parser = build_response_parser(processor, model, ids)
-        self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
+        ids, parsed = inputs["input_ids"], self._generation.parsed_type
+        parser = build_response_parser(processor, parsed, ids)
+        self.generate_streaming(parsed, processor, inputs, gen_config, request_id, parser)
         assert self._queue is not None
         items = await collect(self._queue)
         num_prompt, num_tokens = _count_tokens(ids), self._queue.total_tokens

@@ -7,6 +7,9 @@ of these.
 A template may have no place for tool calls either, as the shipped agent's has none. Calls of earlier turns are then
 written as the text that such a model wrote.
 
+The library parses answers by the type of the model, as if each came with the template of its makers. One that was
+trained with another template would get prompt and end marks as part of its answer, so that is tried before.
+
 Not covered: whether the model was trained on the text that it renders.
 """
 
@@ -14,15 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from transformers.cli.serving.utils import BaseHandler, Modality
+from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template, parse_assistant_message
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.request_fields import FieldError
 from pipeline.products.text.serving.tool_call_text import write_calls
 
 _GREETING = [{"role": "user", "content": "Hello"}]
+_ANSWER = "Hello"
+_NO_TYPE = SimpleNamespace(config=SimpleNamespace(model_type=""))  # the library parses no answer of such a model
 _NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 
 
@@ -51,6 +57,34 @@ def find_problem(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any 
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         return f"the checkpoint's chat template fails: {' '.join(reason.split())[:300]}"
     return None
+
+
+def choose_parsed_type(tokenizer: Any, model: Any) -> Any:
+    """Return what the library is to parse answers as those of: the model, or one of no type, whose answers are plain.
+
+    A parser fits where it finds an answer between the template's opening and each of the model's ends. The tokenizer
+    loses one that does not.
+    """
+    if not tokenizer.chat_template or get_response_template(tokenizer, model) is None or _is_parsed(tokenizer, model):
+        return model
+    tokenizer.response_template = None
+    return _NO_TYPE
+
+
+def _is_parsed(tokenizer: Any, model: Any) -> bool:
+    answer = tokenizer.encode(_ANSWER, add_special_tokens=False)
+    # none of it is content where the template has begun to think
+    expected = {"", tokenizer.decode(answer, skip_special_tokens=True)}
+    ends = model.generation_config.eos_token_id
+    try:
+        prompt = tokenize_messages(tokenizer, _GREETING)
+        parsed = [
+            parse_assistant_message(tokenizer, model, [*answer, end], prompt)[0]
+            for end in (ends if isinstance(ends, list) else [ends])
+        ]
+    except Exception:  # of a template or a parser that came with the checkpoint
+        return False
+    return expected.issuperset(parsed)
 
 
 def prepare_messages(tokenizer: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:

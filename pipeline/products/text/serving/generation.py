@@ -13,7 +13,7 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.cli.serving.utils import GenerationState
 
 from pipeline.errors import EngineError
+from pipeline.products.text.serving.chat_template import choose_parsed_type
 from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.products.text.serving.request_fields import FieldError
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
@@ -100,6 +101,11 @@ class Generation:
             loaded.model.set_attn_implementation(loaded.batching.attention)
             # the first config is the one every request gets, so it is set here and not by a request
             self.manager.init_cb(loaded.model, self.build_config(use_cache=False))
+
+    @cached_property
+    def parsed_type(self) -> Any:
+        """What the library parses answers as those of, see `choose_parsed_type`."""
+        return choose_parsed_type(self.loaded.tokenizer, self.loaded.model)
 
     def build_config(self, **changes: Any) -> GenerationConfig:
         """Return the model's own config with some changes."""

@@ -1,0 +1,90 @@
+"""Models of a type whose answers the library parses, with a template that its parser is not for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.products.text.checkpoints import read_checkpoint
+from pipeline.products.text.serving.app import Server
+from pipeline.products.text.serving.chat_template import choose_parsed_type
+from pipeline.products.text.serving.loading import load_candidate
+from pipeline.records.evaluations import Candidate
+from pipeline.records.serving import ServingConfig
+from tests.fakes.tiny_architectures import write_tiny_model
+from tests.fakes.tiny_llama import build_tokenizer
+
+ASKED = [{"role": "user", "content": "Where is the parcel?"}]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANCHORED = {"start_anchor": "<|assistant|>", "fields": {"content": {"close": "<|end|>", "content": "text"}}}
+
+
+@pytest.fixture(scope="module", params=["batched", "serial"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3")
+    batched = request.param == "batched"
+    serving = ServingConfig(concurrency=2, context_length=256, max_tokens=16, continuous_batching=batched)
+    checkpoint = read_checkpoint(folder, root=folder.parent)
+    server = Server(load_candidate(Candidate(name="tiny", checkpoint=checkpoint, serving=serving), folder))
+    yield server
+    server._manager.stop()
+
+
+def post(server: Server, **fields: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=server.build_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+            body = {"model": "tiny", "messages": ASKED, "max_tokens": 8, **fields}
+            return await client.post("/v1/chat/completions", json=body)
+
+    return asyncio.run(ask())
+
+
+def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Server) -> None:
+    """The library goes by the type of the model: of a Qwen with another template the prompt was in each answer."""
+    (choice,) = post(server, return_token_ids=True).json()["choices"]
+    expected = server.loaded.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert expected and choice["message"] == {"role": "assistant", "content": expected}
+    stopped = post(server, stop=[expected[-1]]).json()["choices"][0]["message"]["content"]
+    assert stopped == expected.partition(expected[-1])[0]
+    lines = [line.removeprefix("data: ") for line in post(server, stream=True).text.splitlines() if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "own", "is_parsed"),
+    [
+        (CHATML, "<|im_end|>", None, True),
+        (CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}", "<|im_end|>", None, True),
+        (CHATML, "<|end|>", None, False),
+        (CHATML, ["<|im_end|>", "<|end|>"], None, False),
+        (CHATML.replace("<|im_start|>", "<|user|>"), "<|im_end|>", None, False),
+        (None, "<|end|>", ANCHORED, True),
+        (None, "<|end|>", ANCHORED | {"start_anchor": "<|bot|>"}, False),
+        (None, "<|end|>", {"fields": {}}, False),
+    ],
+    ids=["whole", "thinks", "other-end", "one-other-end", "other-opening", "own", "own-other-opening", "own-broken"],
+)
+def test_a_parser_is_used_where_it_finds_the_answer(
+    template: str | None, end: str | list[str], own: dict[str, Any] | None, is_parsed: bool
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if own is not None:
+        tokenizer.response_template = own
+    ends = tokenizer.convert_tokens_to_ids(end)
+    model = SimpleNamespace(
+        config=SimpleNamespace(model_type="qwen2"), generation_config=SimpleNamespace(eos_token_id=ends)
+    )
+    assert (choose_parsed_type(tokenizer, model) is model) == is_parsed
