@@ -45,7 +45,6 @@ class TextKind:
 
     def check(self, product: TextProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, engines, kernels and memory."""
-        from pipeline.products.text.benchmark.preflight import check_prompts
         from pipeline.products.text.calibration_checks import warn_of_calibration
         from pipeline.products.text.engine_commands import check_commands
         from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
@@ -56,6 +55,7 @@ class TextKind:
             read_card_room,
         )
         from pipeline.products.text.preflight import check_text
+        from pipeline.products.text.prompt_checks import check_prompts
         from pipeline.products.text.task_checks import check_tasks
 
         check_ranks(product, len(machine.gpus))

@@ -33,11 +33,12 @@ _listeners: list[Callable[[str], None]] = []
 
 
 class KnownTask(Record):
-    """What is known of a task: the digest of what it asks, and its documents by their clusters and buckets."""
+    """What is known of a task, see `material.Task`; documents by their clusters and buckets."""
 
     digest: str
     is_answered_in_words: bool
     documents: tuple[tuple[str, tuple[str, ...]], ...]
+    longest_scored: tuple[tuple[str, str], ...]
 
 
 def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
@@ -90,7 +91,12 @@ def _describe_builtin(name: str, settings: HarnessEval) -> KnownTask:
 
 def _load(name: str, settings: HarnessEval) -> KnownTask:
     task = material.load_task(name, settings)
-    return KnownTask(digest=task.digest, is_answered_in_words=bool(task.questions), documents=task.documents)
+    return KnownTask(
+        digest=task.digest,
+        is_answered_in_words=bool(task.questions),
+        documents=task.documents,
+        longest_scored=task.longest_scored,
+    )
 
 
 def _digest_sources(settings: HarnessEval, folder: Path) -> str:

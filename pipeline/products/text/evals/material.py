@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import heapq
 import inspect
 import io
 import json
@@ -20,7 +21,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,12 +30,20 @@ from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import NOTES
-from pipeline.products.text.evals.generation import GENERATE, Question, join_repeats, name_cluster, read_question
+from pipeline.products.text.evals.generation import (
+    GENERATE,
+    Question,
+    join_repeats,
+    name_case,
+    name_cluster,
+    read_question,
+)
 from pipeline.products.text.evals.imports import list_modules
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 
 FEWSHOT_SEED = 1234  # lm-eval's own
+NUM_LONGEST = 16  # texts of an eval that are tried for their length before any work
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,13 @@ class Task:
         digest: of what it asks and how it judges.
         questions: the prompts that are answered in words.
         documents: cluster and buckets of each document.
+        longest_scored: of the texts that are scored, each a prompt and a given answer, the longest with their cases.
     """
 
     digest: str
     questions: tuple[Question, ...]
     documents: tuple[tuple[str, tuple[str, ...]], ...]
+    longest_scored: tuple[tuple[str, str], ...]
 
 
 def load_task(name: str, settings: HarnessEval) -> Task:
@@ -86,7 +97,13 @@ def load_task(name: str, settings: HarnessEval) -> Task:
         digest,
         tuple({question.digest: question for question in questions}.values()),
         tuple(zip(clusters, map(_list_buckets, documents), strict=True)),
+        tuple(_list_longest(request for request in requests if request.request_type == "loglikelihood")),
     )
+
+
+def _list_longest(requests: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    for request in heapq.nlargest(NUM_LONGEST, requests, key=lambda request: sum(map(len, request.args))):
+        yield name_case(request.task_name, request.doc, request.doc_id), "".join(request.args)
 
 
 def _list_buckets(document: Any) -> tuple[str, ...]:

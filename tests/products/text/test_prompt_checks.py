@@ -1,15 +1,17 @@
-"""A benchmark that has too few prompts is told so before any model runs, in the words of the benchmark itself."""
+"""Prompts that do not fit, and a benchmark that has too few, are told before any model runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.products.text.benchmark import preflight
-from pipeline.products.text.benchmark.preflight import check_prompts
+from pipeline.products.text import prompt_checks
+from pipeline.products.text.model_loading import load_tokenizer
+from pipeline.products.text.prompt_checks import check_prompts
 from pipeline.products.text.settings import TextProduct
 from tests.fakes.synthetic_records import make_params
 from tests.fakes.tiny_llama import write_tiny_llama
@@ -46,6 +48,60 @@ def make_product(evals: dict[str, Any], reference: dict[str, Any] | None = None,
     return TextProduct.model_validate(data)
 
 
+def count_longest(root: Path, eval_name: str, *, is_scored: bool) -> tuple[str, int]:
+    """Make one case of an eval long; return its id and its tokens as the server reads them."""
+    tokenizer, long = load_tokenizer(root / "reference"), "Order one parcel. " * 40
+    if eval_name == "calls":
+        write_questions(root / "calls", *(f"Order {i} of them." for i in range(28)), "i" * 90, long)
+        messages = [{"role": "user", "content": long}]
+        return "t29", len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    cases = (root / "tasks/cases.jsonl").read_text().splitlines()
+    cases[7] = json.dumps(json.loads(cases[7]) | {"question": long})
+    (root / "tasks/cases.jsonl").write_text("\n".join(cases) + "\n")
+    if is_scored:
+        return "mine-7", len(tokenizer(f"{long} yes")["input_ids"]) - 1
+    content = [{"role": "user", "content": long}]
+    return "mine-7", len(tokenizer.apply_chat_template(content, add_generation_prompt=True)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("eval_name", "limit", "behind", "remedy"),
+    [
+        ("calls", 64, ", which with serving.max_tokens 64 are", ", lower serving.max_tokens"),
+        ("mine", 64, ", which with serving.max_tokens 64 are", ", lower serving.max_tokens"),
+        ("mine", 9, ", which with the task's max_gen_toks 9 are", ", lower the task's max_gen_toks"),
+        ("mine", 0, ",", ""),
+    ],
+    ids=["chat", "task", "task-with-a-limit", "scored"],
+)
+def test_the_longest_prompt_fits_or_is_named(root: Path, eval_name: str, limit: int, behind: str, remedy: str) -> None:
+    """A checkpoint was quantised first, for hours."""
+    file = root / "tasks/mine.yaml"
+    task = json.loads(file.read_text())
+    if limit == 9:
+        task["generation_kwargs"]["max_gen_toks"] = 9
+    if not limit:
+        (root / "reference/chat_template.jinja").unlink()
+        task = {k: v for k, v in task.items() if k not in ("doc_to_target", "generation_kwargs")}
+        task |= {"output_type": "multiple_choice", "doc_to_choice": ["yes", "no"], "doc_to_target": 0}
+        task |= {"metric_list": [{"metric": "acc"}], "target_delimiter": " "}
+    file.write_text(json.dumps(task))
+    case, size = count_longest(root, eval_name, is_scored=not limit)
+    product = make_product({eval_name: CALLS if eval_name == "calls" else TASK}, candidates=[])
+
+    def serve(context_length: int) -> TextProduct:
+        serving = product.serving.model_copy(update={"context_length": context_length, "max_tokens": 64})
+        return product.model_copy(update={"serving": serving})
+
+    check_prompts(serve(size + limit), root)
+    with pytest.raises(SettingsError) as caught:
+        check_prompts(serve(size + limit - 1), root)
+    assert str(caught.value) == (
+        f"products.agent.evals.{eval_name}: case {case!r} is too long: its prompt has {size} tokens{behind} above "
+        f"serving.context_length {size + limit - 1}; raise the length{remedy}, or shorten the case"
+    )
+
+
 @pytest.mark.parametrize(
     ("evals", "band", "num_found"),
     [
@@ -77,13 +133,13 @@ def test_prompts_of_tasks_and_of_chats_count(root: Path) -> None:
 def test_the_outcome_is_kept_until_a_case_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a tokenizer takes seconds, and stage `env` runs every time."""
     product, asked = make_product({"calls": CALLS}), []
-    find = preflight._find_problem
+    find = prompt_checks._find_problem
 
     def note(*args: Any) -> str | None:
         asked.append(args)
         return find(*args)
 
-    monkeypatch.setattr(preflight, "_find_problem", note)
+    monkeypatch.setattr(prompt_checks, "_find_problem", note)
     for num_asked in (1, 1):
         with pytest.raises(SettingsError, match="found 29 in the evals"):
             check_prompts(product, root)
