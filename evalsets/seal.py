@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from pipeline.evalsets.cards import (
     parse_card,
     read_card,
 )
-from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, AnswerCase, Case
 from pipeline.evalsets.pictures import check_pictures
 from pipeline.records.digests import digest_file
 from pipeline.records.files import read_lines, write_text
@@ -73,6 +75,32 @@ def describe(card: Card) -> str:
         f"{card.name}: {card.num_cases:,} cases, {card.num_clusters:,} clusters, "
         f"{f'buckets {buckets}' if buckets else 'no buckets'}; card sealed"
     )
+
+
+def warn_of_answers(path: Path, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield what keeps answers in words from ever being right; such a case shows no loss.
+
+    Args:
+        path: of the cases.
+        cases: all of them, a line each.
+    """
+    answers = [(line, case) for line, case in enumerate(cases, start=1) if isinstance(case, AnswerCase)]
+    if blank := [line for line, case in answers if case.answer != case.answer.strip()]:
+        yield (
+            f"{path}:{blank[0]}: answer begins or ends with blanks; no answer equals it once a task has stripped that"
+            f"{_count_more(blank)}"
+        )
+    first: dict[str, AnswerCase] = {}
+    differing = [line for line, case in answers if first.setdefault(case.question, case).answer != case.answer]
+    if differing:
+        yield (
+            f"{path}:{differing[0]}: a question that stands above with another answer; one of both is always wrong"
+            f"{_count_more(differing)}"
+        )
+
+
+def _count_more(lines: Sequence[int]) -> str:
+    return f" (likewise {len(lines) - 1:,} more)" if len(lines) > 1 else ""
 
 
 def _write_digests(folder: Path) -> None:
@@ -136,10 +164,14 @@ def main(argv: list[str]) -> int:
     """Seal the folder named on the command line and say what it holds."""
     if len(argv) != 1 or argv[0].startswith("-"):
         raise EvalsetError(f"expected one evalset folder, got {argv!r}; usage: python -m evalsets.seal FOLDER")
+    folder = Path(argv[0])
     try:
-        print(describe(seal(Path(argv[0]))))
+        card = seal(folder)
     except OSError as error:
         raise EvalsetError(str(error)) from None
+    for warning in warn_of_answers(folder / CASES_FILE, load_cases(folder, card)):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(describe(card))
     return 0
 
 

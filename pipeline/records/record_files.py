@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,10 @@ def iterate_records(path: Path, kind: type[R]) -> Iterator[R]:
 
 def first_problem(error: ValidationError) -> str:
     """Say the first problem of a validation error in one line: where, what, what came."""
-    problem = error.errors(include_url=False)[0]
+    problem, *others = error.errors(include_url=False)
     where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
-    more = error.error_count() - 1
-    return f"{where}: {describe_problem(problem)}" + (f" (and {more} more)" if more else "")
+    unknown = [str(other["loc"][-1]) for other in others if other["type"] == "extra_forbidden"]
+    meant = get_close_matches(str(problem["loc"][-1]), unknown, 1) if problem["type"] == "missing" else []
+    hint = f"; {meant[0]!r} is there: correct its spelling" if meant else ""
+    more = len(others) - len(meant)
+    return f"{where}: {describe_problem(problem)}{hint}" + (f" (and {more} more)" if more else "")

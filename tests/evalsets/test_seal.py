@@ -236,3 +236,26 @@ def test_a_blank_before_an_answer_is_no_mistake_in_the_example_task(
     request.resps.append(" at six")
     task.apply_filters()
     assert task.process_results(document, [request.filtered_resps["stripped"]]) == {"exact_match": 1.0}
+
+
+def test_answers_that_are_never_right_are_told_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A case that the reference can't answer either shows no loss, and nobody sees why."""
+    asked = [("a", "one"), ("b", "two "), ("a", "three"), ("c", "\tfour"), ("d", "five"), ("d", "five!")]
+    cases = [{"id": f"q{i}", "cluster": f"q{i}", "question": q, "answer": a} for i, (q, a) in enumerate(asked)]
+    text = "".join(json.dumps(case) + "\n" for case in cases)
+    folder = write(tmp_path / "e", CARD.replace("kind: documents", "kind: answers"), text)
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("notes: 6 cases") and load_evalset(folder).card.num_cases == 6
+    assert said.err.splitlines() == [
+        f"warning: {folder}/cases.jsonl:2: answer begins or ends with blanks; no answer equals it once a task has "
+        "stripped that (likewise 1 more)",
+        f"warning: {folder}/cases.jsonl:3: a question that stands above with another answer; one of both is always "
+        "wrong (likewise 1 more)",
+    ]
+
+
+def test_a_key_that_is_misspelt_is_named(tmp_path: Path) -> None:
+    case = json.dumps({"id": "q", "cluster": "q", "question": "a", "anwser": "b"})
+    said = refusal(write(tmp_path / "e", CARD.replace("kind: documents", "kind: answers"), f"{case}\n"))
+    assert said.endswith("answer: expected this key, found none; 'anwser' is there: correct its spelling")

@@ -249,7 +249,7 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     if not folder.is_dir():
         raise SettingsError(f"{where}.include_path: expected a folder with task YAML, found none at {str(folder)!r}")
     evalset = load(folder) if (folder / CARD_FILE).is_file() else None
-    _check_task(f"{where}.task", settings.task, folder)
+    _check_task(where, settings.task, folder, root)
     return evalset
 
 
@@ -262,8 +262,8 @@ def _check_builtin(where: str, task: str) -> None:
         raise SettingsError(f"{where}: lm-eval knows no task {task!r} (built in: see `lm-eval ls tasks`)")
 
 
-def _check_task(where: str, task: str, folder: Path) -> None:
-    """Refuse a task that no file defines; lm-eval passes over a file that it can't read."""
+def _check_task(where: str, task: str, folder: Path, root: Path) -> None:
+    """Refuse a task that no file defines, as lm-eval passes over a file that it can't read, or of others' cases."""
     yaml = YAML(typ="rt")  # keeps tags such as lm-eval's !function as they are
     yaml.allow_duplicate_keys = True
     names: dict[str, None] = {}
@@ -272,14 +272,31 @@ def _check_task(where: str, task: str, folder: Path) -> None:
         try:
             text = read_text(path)
             check_extent(text)
-            names |= dict.fromkeys(_task_names(yaml.load(text)))
+            data = yaml.load(text)
+            names |= dict.fromkeys(_task_names(data))
+            if (folder / CARD_FILE).is_file():
+                _check_data_files(where, data, path, folder, root)
         except YAMLError as error:
             broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
     if task not in names:
         raise SettingsError(
-            f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "
+            f"{where}.task: expected a task, group or tag that a *.yaml file in {folder} defines, got "
             f"{task!r}; they define {', '.join(names) or 'none'}{broken}"
         )
+
+
+def _check_data_files(where: str, data: Any, path: Path, folder: Path, root: Path) -> None:
+    """Refuse a task of an evalset that reads the cases of another: its card would be said of what nobody asked."""
+    options = data.get("dataset_kwargs") if isinstance(data, dict) else None
+    named = options.get("data_files") if isinstance(options, dict) else None
+    for split in named.values() if isinstance(named, dict) else [named]:
+        for name in split if isinstance(split, list) else [split]:
+            owner = (root / str(name)).parent
+            if name and (owner / CARD_FILE).is_file() and owner.resolve() != folder.resolve():
+                raise SettingsError(
+                    f"{where}.include_path: expected a task that reads the cases of {folder}, as its {CARD_FILE} "
+                    f"says what is asked, got {name} in {path}; correct data_files there, or include_path"
+                )
 
 
 def _task_names(data: Any) -> Iterator[str]:

@@ -765,6 +765,28 @@ def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Pat
     )
 
 
+@pytest.mark.parametrize("shape", ["{}", "{{test: {}}}", "{{test: [{}]}}"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_task_of_an_evalset_reads_its_cases_and_no_others(
+    project: Path, tmp_path: Path, shape: str, is_own: bool
+) -> None:
+    """A copied evalset whose task still read the first one's cases was released as what nobody asked."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        write_cases(folder, "x", question="What?", answer="that")
+        write_card(folder, kind="answers")
+    read = (mine if is_own else other) / "cases.jsonl"
+    (mine / "tasks.yaml").write_text(f"task: mine\ndataset_kwargs:\n  data_files: {shape.format(read)}\n")
+    harness = {"kind": "harness", "task": "mine", "include_path": str(mine)}
+    if is_own:
+        check(project, "evals//choices", harness)
+        return
+    assert refusal(project, "evals//choices", harness) == (
+        f"products.agent.evals.choices.include_path: expected a task that reads the cases of {mine}, as its card.yaml "
+        f"says what is asked, got {read} in {mine}/tasks.yaml; correct data_files there, or include_path"
+    )
+
+
 def test_a_call_of_a_tool_that_is_not_there_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "calls"
     call = {"name": "reserve", "arguments": {}}
