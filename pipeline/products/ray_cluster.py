@@ -77,9 +77,7 @@ def connect(execution: RayExecution) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise SettingsError(
-            "execution.kind: expected Ray to be installed, found none; docs/scale.md says how"
-        ) from None
+        raise SettingsError("execution.kind: ray is not installed; `pip install` it as docs/scale.md says") from None
     ray.cloudpickle.register_pickle_by_value(ray_worker)
     try:
         ray.init(execution.address, log_to_driver=False, logging_level="ERROR")
