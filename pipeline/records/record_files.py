@@ -89,8 +89,9 @@ def first_problem(error: ValidationError) -> str:
     """Say the first problem of a validation error in one line: where, what, what came."""
     problem, *others = error.errors(include_url=False)
     where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
-    unknown = [str(other["loc"][-1]) for other in others if other["type"] == "extra_forbidden"]
-    meant = get_close_matches(str(problem["loc"][-1]), unknown, 1) if problem["type"] == "missing" else []
+    loc = problem["loc"]
+    unknown = [str(o["loc"][-1]) for o in others if o["type"] == "extra_forbidden" and o["loc"][:-1] == loc[:-1]]
+    meant = get_close_matches(str(loc[-1]), unknown, 1) if problem["type"] == "missing" else []
     hint = f"; {meant[0]!r} is there: correct its spelling" if meant else ""
     more = len(others) - len(meant)
     return f"{where}: {describe_problem(problem)}{hint}" + (f" (and {more} more)" if more else "")

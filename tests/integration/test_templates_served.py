@@ -67,13 +67,26 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
         (CHATML, "<|im_end|>", None, True),
         (CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}", "<|im_end|>", None, True),
         (CHATML, "<|end|>", None, False),
-        (CHATML, ["<|im_end|>", "<|end|>"], None, False),
+        (CHATML, ["<|im_end|>", "<|end|>"], None, True),
+        (CHATML.replace("<|im_end|>", "<|end|>"), ["<|im_end|>", "<|end|>"], None, False),
         (CHATML.replace("<|im_start|>", "<|user|>"), "<|im_end|>", None, False),
         (None, "<|end|>", ANCHORED, True),
         (None, "<|end|>", ANCHORED | {"start_anchor": "<|bot|>"}, False),
+        (None, "<|end|>", ANCHORED | {"fields": {"content": {"open": "<|bot|>", "content": "text"}}}, False),
         (None, "<|end|>", {"fields": {}}, False),
     ],
-    ids=["whole", "thinks", "other-end", "one-other-end", "other-opening", "own", "own-other-opening", "own-broken"],
+    ids=[
+        "whole",
+        "thinks",
+        "other-end",
+        "one-end-that-is-never-written",
+        "the-other-end-is-written",
+        "other-opening",
+        "own",
+        "own-other-opening",
+        "own-finds-nothing",
+        "own-broken",
+    ],
 )
 def test_a_parser_is_used_where_it_finds_the_answer(
     template: str | None, end: str | list[str], own: dict[str, Any] | None, is_parsed: bool

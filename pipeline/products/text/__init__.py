@@ -47,6 +47,7 @@ class TextKind:
         """Check layers, tokenizers, chat templates, cases, the benchmark's prompts, engines, kernels and memory."""
         from pipeline.products.text.calibration_checks import warn_of_calibration
         from pipeline.products.text.engine_commands import check_commands
+        from pipeline.products.text.evals.known_tasks import describe_tasks
         from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
         from pipeline.products.text.memory import (
             Room,
@@ -63,8 +64,9 @@ class TextKind:
         absent = check_commands(product, root, is_local=is_local)
         host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
         card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
-        task_warnings = check_tasks(product, root)
-        check_prompts(product, root)
+        tasks = describe_tasks(product, root)
+        task_warnings = check_tasks(product, tasks, root)
+        check_prompts(product, tasks, root)
         return [
             *absent,
             *task_warnings,

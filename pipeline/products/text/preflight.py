@@ -273,8 +273,9 @@ def _check_task(where: str, task: str, folder: Path, root: Path) -> None:
             text = read_text(path)
             check_extent(text)
             data = yaml.load(text)
-            names |= dict.fromkeys(_task_names(data))
-            if (folder / CARD_FILE).is_file():
+            defined = dict.fromkeys(_task_names(data))
+            names |= defined
+            if task in defined and (folder / CARD_FILE).is_file():
                 _check_data_files(where, data, path, folder, root)
         except YAMLError as error:
             broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
@@ -289,14 +290,15 @@ def _check_data_files(where: str, data: Any, path: Path, folder: Path, root: Pat
     """Refuse a task of an evalset that reads the cases of another: its card would be said of what nobody asked."""
     options = data.get("dataset_kwargs") if isinstance(data, dict) else None
     named = options.get("data_files") if isinstance(options, dict) else None
-    for split in named.values() if isinstance(named, dict) else [named]:
-        for name in split if isinstance(split, list) else [split]:
-            owner = (root / str(name)).parent
-            if name and (owner / CARD_FILE).is_file() and owner.resolve() != folder.resolve():
-                raise SettingsError(
-                    f"{where}.include_path: expected a task that reads the cases of {folder}, as its {CARD_FILE} "
-                    f"says what is asked, got {name} in {path}; correct data_files there, or include_path"
-                )
+    if isinstance(named, dict):  # by split, of which others may give examples
+        named = named.get(data.get("test_split") or data.get("validation_split"))
+    for name in named if isinstance(named, list) else [named]:
+        owner = (root / str(name)).parent
+        if name and (owner / CARD_FILE).is_file() and owner.resolve() != folder.resolve():
+            raise SettingsError(
+                f"{where}.include_path: expected a task that reads the cases of {folder}, as its {CARD_FILE} "
+                f"says what is asked, got {name} in {path}; correct data_files there, or include_path"
+            )
 
 
 def _task_names(data: Any) -> Iterator[str]:

@@ -12,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import SettingsError
+from pipeline.evalsets.cards import NOTES
 from pipeline.products.text.benchmark import prompts
 from pipeline.products.text.benchmark.prompts import Prompt, load_prompts, plan_grid
 from pipeline.products.text.chat_templates import has_chat_template
+from pipeline.products.text.evals import calls, framing, generation, material
+from pipeline.products.text.evals.framing import read_frame
 from pipeline.products.text.evals.generation import Content, Question, count_tokens
-from pipeline.products.text.evals.known_tasks import describe_task, digest_evalsets
+from pipeline.products.text.evals.known_tasks import KnownTask
 from pipeline.products.text.evals.material import NUM_LONGEST, load_task
 from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
-from pipeline.records.digests import digest_file, digest_json
+from pipeline.records.digests import digest_file, digest_folder, digest_json
 from pipeline.records.files import write_text
 from pipeline.running.environment import read_libraries
 from pipeline.running.hub import locate_checkpoint
@@ -32,6 +35,7 @@ from pipeline.running.kept_digests import digest_watched, read_kept
 from pipeline.settings.base import ENV
 
 KEPT = ENV / "prompts.json"  # by product: a digest of what it follows from, and what is wrong with its prompts, or ""
+_CODE = (prompts, calls, framing, generation, material)  # what a prompt and its limit follow from
 
 
 class _Asked(NamedTuple):
@@ -45,11 +49,12 @@ class _Asked(NamedTuple):
     setting: str = ""
 
 
-def check_prompts(product: TextProduct, root: Path) -> None:
+def check_prompts(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> None:
     """Refuse prompts that are too long for the context, and a benchmark whose bands the prompts can't fill.
 
     Args:
         product: the benchmark and the evals, whose paths start at the current folder.
+        tasks: of `describe_tasks`.
         root: of the project.
 
     Raises:
@@ -57,10 +62,10 @@ def check_prompts(product: TextProduct, root: Path) -> None:
     """
     if not product.may_generate or not _is_tokenizer_known(product.candidates[product.reference]):
         return
-    grounds, kept = _digest_grounds(product, root), read_kept(root / KEPT)
+    grounds, kept = _digest_grounds(product, tasks, root), read_kept(root / KEPT)
     known, problem = kept.get(product.name, ["", ""])
     if known != grounds:
-        problem = _find_problem(product, root)
+        problem = _find_problem(product, tasks, root)
         if problem is None:
             return
         write_text(root / KEPT, json.dumps(kept | {product.name: [grounds, problem]}, indent=0) + "\n")
@@ -73,7 +78,7 @@ def _is_tokenizer_known(reference: CandidateSettings) -> bool:
     return not reference.engine.is_attached and not any("tokenizer" in o or "template" in o for o in options)
 
 
-def _digest_grounds(product: TextProduct, root: Path) -> str:
+def _digest_grounds(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> str:
     """Return the digest of what the outcome follows from; of the code, that which counts."""
     return digest_json(
         [
@@ -81,18 +86,19 @@ def _digest_grounds(product: TextProduct, root: Path) -> str:
             product.serving.context_length,
             product.serving.max_tokens,
             {name: settings.model_dump(mode="json") for name, settings in product.evals.items()},
-            digest_evalsets(product, root),
+            {name: task.digest for name, task in tasks.items()},
+            {name: digest_folder(root / e.evalset, ignore=NOTES) for name, e in product.chat_evals.items()},
             digest_watched(product.candidates[product.reference].checkpoint, root),
-            [digest_file(Path(file)) for file in (__file__, prompts.__file__)],
+            [digest_file(Path(module.__file__ or "")) for module in (sys.modules[__name__], *_CODE)],
             read_libraries(),
         ]
     )
 
 
-def _find_problem(product: TextProduct, root: Path) -> str | None:
+def _find_problem(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> str | None:
     """Return what is wrong with the prompts; "" where nothing is, None where only a server can tell."""
     is_plain, max_tokens = not has_chat_template(product, root), product.serving.max_tokens
-    questions = list(_list_questions(product, root))
+    questions = list(_list_questions(product, tasks))
     contents = [question.build_content(is_plain=is_plain) for _, question in questions]
     of_tasks = [Prompt(name, q.case_id, content, None) for (name, q), content in zip(questions, contents, strict=True)]
     prompts = load_prompts(product, root, of_tasks)
@@ -106,11 +112,7 @@ def _find_problem(product: TextProduct, root: Path) -> str | None:
             for prompt in prompts
             if prompt.eval_name in product.chat_evals
         ),
-        *(
-            _Asked(name, case_id, text)
-            for name, settings in product.task_evals.items()
-            for case_id, text in describe_task(name, settings, root).longest_scored
-        ),
+        *(_Asked(name, case_id, text) for name, task in tasks.items() for case_id, text in task.longest_scored),
     ]
     try:
         counter: Any = _TokenCounter(locate_checkpoint(product.candidates[product.reference].checkpoint, root))
@@ -125,10 +127,10 @@ def _find_problem(product: TextProduct, root: Path) -> str | None:
     return ""
 
 
-def _list_questions(product: TextProduct, root: Path) -> Iterator[tuple[str, Question]]:
+def _list_questions(product: TextProduct, tasks: Mapping[str, KnownTask]) -> Iterator[tuple[str, Question]]:
     """Yield the prompts of tasks that are answered in words, each with its eval."""
     for name, settings in product.task_evals.items():
-        if describe_task(name, settings, root).is_answered_in_words:
+        if tasks[name].is_answered_in_words:
             yield from ((name, question) for question in load_task(name, settings).questions)
 
 
@@ -139,8 +141,7 @@ async def _find_too_long(asked: Sequence[_Asked], counter: Any, context_length: 
         by_eval.setdefault(one.eval_name, []).append(one)
     for name, longest in by_eval.items():
         for one in longest[:NUM_LONGEST]:
-            size = await count_tokens(counter, one.content, tools=one.tools)
-            size -= not one.limit  # the last token of what is scored is predicted, never read
+            size = await _count_read(one, counter)
             if size + one.limit > context_length:
                 behind = f", which with {one.setting} {one.limit} are" if one.limit else ","
                 return (
@@ -149,6 +150,15 @@ async def _find_too_long(asked: Sequence[_Asked], counter: Any, context_length: 
                     f"{f', lower {one.setting}' * bool(one.limit)}, or shorten the case"
                 )
     return ""
+
+
+async def _count_read(asked: _Asked, counter: Any) -> int:
+    """Return the tokens of a prompt that a server reads; the last one of what is scored is predicted alone."""
+    if asked.limit:
+        return await count_tokens(counter, asked.content, tools=asked.tools)
+    frame = await read_frame(counter, counter.folder)
+    (ids,) = await counter.tokenize([asked.content], add_special_tokens=False)
+    return len(frame.frame_context(ids)) - 1
 
 
 def _count_characters(asked: _Asked) -> int:
@@ -162,12 +172,12 @@ class _TokenCounter:
     def __init__(self, folder: Path) -> None:
         from pipeline.products.text.model_loading import load_tokenizer
 
-        self._tokenizer = load_tokenizer(folder)
+        self.folder, self._tokenizer = folder, load_tokenizer(folder)
         self._tokenizer.model_max_length = sys.maxsize  # else it warns of a length that is asked here
 
-    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text."""
-        return self._tokenizer(list(texts))["input_ids"]
+        return self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
 
     async def tokenize_chat(self, messages: Sequence[Any], *, tools: Any = None) -> list[int]:
         """Return the token ids of a conversation as the server's chat template renders it, the answer begun."""

@@ -6,6 +6,7 @@ Tasks that lie in their folder are loaded once (`evals/known_tasks.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import SettingsError
@@ -15,26 +16,27 @@ from pipeline.gate.preflight import check_cases
 from pipeline.gate.suite_sizes import count_sizes
 from pipeline.gate.wording import use_metrics
 from pipeline.products.text.chat_templates import has_chat_template, holds_chat_template
-from pipeline.products.text.evals.known_tasks import KnownTask, describe_task
+from pipeline.products.text.evals.known_tasks import KnownTask
 from pipeline.products.text.problems import find_unanswered
 from pipeline.products.text.settings import TextProduct
 from pipeline.running.hub import locate_checkpoint
 
 
-def check_tasks(product: TextProduct, root: Path) -> list[str]:
+def check_tasks(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> list[str]:
     """Check the lm-eval tasks of a product; return warnings.
 
     They are of each folder of tasks without a card, and of each tolerance that can't be proven and need not be.
 
+    Args:
+        product: settings.
+        tasks: of `describe_tasks`.
+        root: of the project.
+
     Raises:
-        SettingsError: a task can't be loaded, can't prove what must be proven, or can't be asked of a candidate; asks
+        SettingsError: a task can't prove what must be proven, or can't be asked of a candidate; asks
             something else than at the last release; or something needs texts of the model, and no eval has it write
             any.
     """
-    try:
-        tasks = {name: describe_task(name, settings, root) for name, settings in product.task_evals.items()}
-    except SettingsError as error:
-        raise SettingsError(product.locate(str(error))) from error
     check_cases(product, {name: task.digest for name, task in tasks.items()}, root)
     in_words = [name for name, task in tasks.items() if task.is_answered_in_words]
     if not in_words and not product.chat_evals and (problems := find_unanswered(product)):
@@ -65,7 +67,7 @@ def _check_templates(product: TextProduct, root: Path, eval_name: str) -> None:
             )
 
 
-def _check_sizes(product: TextProduct, tasks: dict[str, KnownTask]) -> list[str]:
+def _check_sizes(product: TextProduct, tasks: Mapping[str, KnownTask]) -> list[str]:
     sizes = {
         name: count_sizes(*zip(*task.documents, strict=True), confidence=1 - product.gate.alpha)
         for name, task in tasks.items()

@@ -765,7 +765,7 @@ def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Pat
     )
 
 
-@pytest.mark.parametrize("shape", ["{}", "{{test: {}}}", "{{test: [{}]}}"])
+@pytest.mark.parametrize("shape", ["{}", "{{test: {}}}", "{{test: [{}], train: {other}}}"])
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_task_of_an_evalset_reads_its_cases_and_no_others(
     project: Path, tmp_path: Path, shape: str, is_own: bool
@@ -776,7 +776,9 @@ def test_a_task_of_an_evalset_reads_its_cases_and_no_others(
         write_cases(folder, "x", question="What?", answer="that")
         write_card(folder, kind="answers")
     read = (mine if is_own else other) / "cases.jsonl"
-    (mine / "tasks.yaml").write_text(f"task: mine\ndataset_kwargs:\n  data_files: {shape.format(read)}\n")
+    (mine / "another.yaml").write_text(f"task: another\ndataset_kwargs:\n  data_files: {other}/cases.jsonl\n")
+    files = shape.format(read, other=other / "cases.jsonl")
+    (mine / "tasks.yaml").write_text(f"task: mine\ntest_split: test\ndataset_kwargs:\n  data_files: {files}\n")
     harness = {"kind": "harness", "task": "mine", "include_path": str(mine)}
     if is_own:
         check(project, "evals//choices", harness)

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.errors import SettingsError
 from pipeline.products.text import prompt_checks
+from pipeline.products.text.evals.known_tasks import describe_tasks
 from pipeline.products.text.model_loading import load_tokenizer
 from pipeline.products.text.prompt_checks import check_prompts
 from pipeline.products.text.settings import TextProduct
@@ -32,6 +33,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tiny_llama(tmp_path / "reference")
     write_questions(tmp_path / "calls", *(f"Order {i} of them." for i in range(29)), "Order 0 of them.")
     return tmp_path
+
+
+def check(product: TextProduct, root: Path) -> None:
+    check_prompts(product, describe_tasks(product, root), root)
 
 
 def make_product(evals: dict[str, Any], reference: dict[str, Any] | None = None, **benchmark: Any) -> TextProduct:
@@ -93,9 +98,9 @@ def test_the_longest_prompt_fits_or_is_named(root: Path, eval_name: str, limit: 
         serving = product.serving.model_copy(update={"context_length": context_length, "max_tokens": 64})
         return product.model_copy(update={"serving": serving})
 
-    check_prompts(serve(size + limit), root)
+    check(serve(size + limit), root)
     with pytest.raises(SettingsError) as caught:
-        check_prompts(serve(size + limit - 1), root)
+        check(serve(size + limit - 1), root)
     assert str(caught.value) == (
         f"products.agent.evals.{eval_name}: case {case!r} is too long: its prompt has {size} tokens{behind} above "
         f"serving.context_length {size + limit - 1}; raise the length{remedy}, or shorten the case"
@@ -116,7 +121,7 @@ def test_too_few_prompts_are_told_with_how_many_there_are(
 ) -> None:
     """All candidates were evaluated first, for hours."""
     with pytest.raises(SettingsError) as caught:
-        check_prompts(make_product(evals, prompt_tokens=[band]), root)
+        check(make_product(evals, prompt_tokens=[band]), root)
     assert str(caught.value).startswith(
         f"products.agent.benchmark.prompt_tokens.0: expected {NEEDED} distinct prompts of {band[0]} to {band[1]} tokens"
     )
@@ -125,9 +130,9 @@ def test_too_few_prompts_are_told_with_how_many_there_are(
 
 def test_prompts_of_tasks_and_of_chats_count(root: Path) -> None:
     """Nothing is refused that the benchmark would take."""
-    check_prompts(make_product({"calls": CALLS, "mine": TASK}, rounds=11), root)
+    check(make_product({"calls": CALLS, "mine": TASK}, rounds=11), root)
     with pytest.raises(SettingsError, match="expected 72 distinct prompts .* found 69 in the evals"):
-        check_prompts(make_product({"calls": CALLS, "mine": TASK}, rounds=12), root)
+        check(make_product({"calls": CALLS, "mine": TASK}, rounds=12), root)
 
 
 def test_the_outcome_is_kept_until_a_case_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +147,11 @@ def test_the_outcome_is_kept_until_a_case_changes(root: Path, monkeypatch: pytes
     monkeypatch.setattr(prompt_checks, "_find_problem", note)
     for num_asked in (1, 1):
         with pytest.raises(SettingsError, match="found 29 in the evals"):
-            check_prompts(product, root)
+            check(product, root)
         assert len(asked) == num_asked
     write_questions(root / "calls", *(f"Order {i} of them." for i in range(60)))
     for _ in range(2):
-        check_prompts(product, root)
+        check(product, root)
         assert len(asked) == 2
 
 
@@ -155,8 +160,8 @@ def test_where_only_a_server_can_count_nothing_is_refused(root: Path) -> None:
     evals = {"calls": CALLS}
     attached = {"engine": {"kind": "openai", "base_url": "http://there:8000", "model": "m"}}
     vllm = {"kind": "vllm", "command": ["vllm"], "version": "0.32.0", "options": {"chat-template": "mine.jinja"}}
-    check_prompts(make_product(evals, attached, **band), root)
-    check_prompts(make_product(evals, {"engine": vllm}, **band), root)
-    check_prompts(make_product(evals, candidates=[], **band), root)
+    check(make_product(evals, attached, **band), root)
+    check(make_product(evals, {"engine": vllm}, **band), root)
+    check(make_product(evals, candidates=[], **band), root)
     (root / "reference/chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    check_prompts(make_product(evals, **band), root)
+    check(make_product(evals, **band), root)

@@ -12,7 +12,7 @@ from pipeline.errors import SettingsError, SizeError
 from pipeline.products.text import TextKind, task_checks
 from pipeline.products.text.calibration_checks import warn_of_calibration
 from pipeline.products.text.evals import jobs
-from pipeline.products.text.evals.known_tasks import digest_evalsets
+from pipeline.products.text.evals.known_tasks import describe_tasks, digest_evalsets
 from pipeline.products.text.preflight import _check_builtin
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.task_checks import check_tasks, warn_of_missing_cards
@@ -39,6 +39,10 @@ def write_project(root: Path, *, num_documents: int = 40, num_clusters: int = 40
     (root / "tasks/card.yaml").touch()
 
 
+def check(product: TextProduct, root: Path) -> list[str]:
+    return check_tasks(product, describe_tasks(product, root), root)
+
+
 def make_product(checkpoint: str = "reference", steps: Any = (), on_inconclusive: str = "block") -> TextProduct:
     data = make_params(["a"], ["a"]).model_dump()
     data["evals"] = {"mine": {"kind": "harness", "task": "mine", "include_path": "tasks"}}
@@ -55,15 +59,15 @@ def test_a_task_of_too_few_clusters_can_prove_nothing(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path, num_clusters=20)
     with pytest.raises(SizeError, match=r"gate.tolerances.mine/accuracy.overall: .*20 clusters.*30"):
-        check_tasks(make_product(), tmp_path)
-    (warning,) = check_tasks(make_product(on_inconclusive="warn"), tmp_path)
+        check(make_product(), tmp_path)
+    (warning,) = check(make_product(on_inconclusive="warn"), tmp_path)
     assert "30" in warning
 
 
 def test_a_task_that_can_be_asked_and_proves_enough_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)
-    assert check_tasks(make_product(steps=[DRAFTS]), tmp_path) == []
+    assert check(make_product(steps=[DRAFTS]), tmp_path) == []
 
 
 @pytest.mark.parametrize(("num_samples", "num_warnings"), [(1, 1), (2, 0)])
@@ -89,9 +93,9 @@ def test_a_folder_of_tasks_without_a_card_is_a_warning(tmp_path: Path) -> None:
 def test_drafts_need_an_eval_whose_answers_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path, in_words=False)
-    assert check_tasks(make_product(), tmp_path) == []
+    assert check(make_product(), tmp_path) == []
     with pytest.raises(SettingsError, match=r"candidates.a.steps: expected an eval of kind .*answered in words, found"):
-        check_tasks(make_product(steps=[DRAFTS]), tmp_path)
+        check(make_product(steps=[DRAFTS]), tmp_path)
 
 
 def test_a_candidate_that_lacks_the_references_template_is_named(
@@ -100,9 +104,9 @@ def test_a_candidate_that_lacks_the_references_template_is_named(
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)
     with pytest.raises(SettingsError, match=r"candidates.a.checkpoint: expected a chat template, as the reference "):
-        check_tasks(make_product("other"), tmp_path)
+        check(make_product("other"), tmp_path)
     (tmp_path / "reference/chat_template.jinja").rename(tmp_path / "other/chat_template.jinja")
-    assert check_tasks(make_product("other"), tmp_path) == [], "the reference has none: both get plain prompts"
+    assert check(make_product("other"), tmp_path) == [], "the reference has none: both get plain prompts"
 
 
 def test_a_misspelt_name_is_told_without_lm_evals_index() -> None:
@@ -135,5 +139,5 @@ def test_what_a_task_asks_is_compared_with_the_last_release(tmp_path: Path, monk
     seen: list[Any] = []
     monkeypatch.setattr(task_checks, "check_cases", lambda _, cases, __: seen.append(cases))
     write_project(tmp_path)
-    check_tasks(make_product(), tmp_path)
+    check(make_product(), tmp_path)
     assert seen == [{"mine": digest_evalsets(make_product(), tmp_path)["mine"]}]

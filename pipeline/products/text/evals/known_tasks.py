@@ -47,13 +47,23 @@ def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
     Raises:
         SettingsError: a task that can't be loaded.
     """
+    tasks = describe_tasks(product, root)
+    return {
+        name: tasks[name].digest
+        if isinstance(settings, HarnessEval)
+        else digest_folder(root / settings.evalset, ignore=NOTES)
+        for name, settings in product.evals.items()
+    }
+
+
+def describe_tasks(product: TextProduct, root: Path) -> dict[str, KnownTask]:
+    """Return what is known of each lm-eval task of a product, by eval.
+
+    Raises:
+        SettingsError: a task that can't be loaded.
+    """
     try:
-        return {
-            name: describe_task(name, settings, root).digest
-            if isinstance(settings, HarnessEval)
-            else digest_folder(root / settings.evalset, ignore=NOTES)
-            for name, settings in product.evals.items()
-        }
+        return {name: describe_task(name, settings, root) for name, settings in product.task_evals.items()}
     except SettingsError as error:
         raise SettingsError(product.locate(str(error))) from error
 

@@ -62,8 +62,8 @@ def find_problem(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any 
 def choose_parsed_type(tokenizer: Any, model: Any) -> Any:
     """Return what the library is to parse answers as those of: the model, or one of no type, whose answers are plain.
 
-    A parser fits where it finds an answer between the template's opening and each of the model's ends. The tokenizer
-    loses one that does not.
+    A parser fits where it finds an answer, or a thought, between the template's opening and the end that the template
+    writes behind an answer. The tokenizer loses one that does not.
     """
     if not tokenizer.chat_template or get_response_template(tokenizer, model) is None or _is_parsed(tokenizer, model):
         return model
@@ -72,19 +72,22 @@ def choose_parsed_type(tokenizer: Any, model: Any) -> Any:
 
 
 def _is_parsed(tokenizer: Any, model: Any) -> bool:
-    answer = tokenizer.encode(_ANSWER, add_special_tokens=False)
-    # none of it is content where the template has begun to think
-    expected = {"", tokenizer.decode(answer, skip_special_tokens=True)}
-    ends = model.generation_config.eos_token_id
+    ids = tokenizer.encode(_ANSWER, add_special_tokens=False)
+    answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [known]
     try:
         prompt = tokenize_messages(tokenizer, _GREETING)
-        parsed = [
-            parse_assistant_message(tokenizer, model, [*answer, end], prompt)[0]
-            for end in (ends if isinstance(ends, list) else [ends])
-        ]
+        turns = tokenizer.apply_chat_template([*_GREETING, {"role": "assistant", "content": _ANSWER}], tokenize=False)
+        behind = turns.rpartition(_ANSWER)[2]
+        ends = [end for end in known if tokenizer.decode([end]) in behind] or known
+        for end in ends:
+            content, thought, _ = parse_assistant_message(tokenizer, model, [*ids, end], prompt)
+            if content.strip() != answer and (content or answer not in (thought or "")):
+                return False
     except Exception:  # of a template or a parser that came with the checkpoint
         return False
-    return expected.issuperset(parsed)
+    return True
 
 
 def prepare_messages(tokenizer: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
