@@ -25,6 +25,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+THINKING = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
+WHOLE, BOTH = ("<|im_end|>", None, True), (["<|im_end|>", "<|end|>"], None, True)
 ANCHORED = {"start_anchor": "<|assistant|>", "fields": {"content": {"close": "<|end|>", "content": "text"}}}
 
 
@@ -65,7 +67,11 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
     ("template", "end", "own", "is_parsed"),
     [
         (CHATML, "<|im_end|>", None, True),
-        (CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}", "<|im_end|>", None, True),
+        (THINKING, "<|im_end|>", None, True),
+        (THINKING.replace("<|im_end|>", "<|end|>"), "<|end|>", None, False),
+        ("{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}" + CHATML, *WHOLE),
+        ("{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}" + CHATML, *WHOLE),
+        (CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if not loop.last or message.role == 'user' }}"), *BOTH),
         (CHATML, "<|end|>", None, False),
         (CHATML, ["<|im_end|>", "<|end|>"], None, True),
         (CHATML.replace("<|im_end|>", "<|end|>"), ["<|im_end|>", "<|end|>"], None, False),
@@ -78,6 +84,10 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
     ids=[
         "whole",
         "thinks",
+        "thinks-with-another-end",
+        "refuses-an-answer-at-the-end",
+        "refuses-an-answer",
+        "no-end-behind-the-last",
         "other-end",
         "one-end-that-is-never-written",
         "the-other-end-is-written",

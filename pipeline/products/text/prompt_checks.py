@@ -25,7 +25,7 @@ from pipeline.products.text.evals import calls, framing, generation, material
 from pipeline.products.text.evals.framing import read_frame
 from pipeline.products.text.evals.generation import Content, Question, count_tokens
 from pipeline.products.text.evals.known_tasks import KnownTask
-from pipeline.products.text.evals.material import NUM_LONGEST, load_task
+from pipeline.products.text.evals.material import NUM_LONGEST, count_bytes, load_task
 from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 from pipeline.records.files import write_text
@@ -34,12 +34,12 @@ from pipeline.running.hub import locate_checkpoint
 from pipeline.running.kept_digests import digest_watched, read_kept
 from pipeline.settings.base import ENV
 
-KEPT = ENV / "prompts.json"  # by product: a digest of what it follows from, and what is wrong with its prompts, or ""
+KEPT = ENV / "prompts.json"  # by product: a digest of what it follows from, and what is wrong with its prompts, if so
 _CODE = (prompts, calls, framing, generation, material)  # what a prompt and its limit follow from
 
 
 class _Asked(NamedTuple):
-    """A prompt, how many tokens are to fit behind it, and the setting that says so; none behind what is scored."""
+    """A prompt, how many tokens are to fit behind it, and the setting that says so; "" where an answer is scored."""
 
     eval_name: str
     case_id: str
@@ -66,8 +66,6 @@ def check_prompts(product: TextProduct, tasks: Mapping[str, KnownTask], root: Pa
     known, problem = kept.get(product.name, ["", ""])
     if known != grounds:
         problem = _find_problem(product, tasks, root)
-        if problem is None:
-            return
         write_text(root / KEPT, json.dumps(kept | {product.name: [grounds, problem]}, indent=0) + "\n")
     if problem:
         raise SettingsError(product.locate(problem))
@@ -95,8 +93,8 @@ def _digest_grounds(product: TextProduct, tasks: Mapping[str, KnownTask], root: 
     )
 
 
-def _find_problem(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> str | None:
-    """Return what is wrong with the prompts; "" where nothing is, None where only a server can tell."""
+def _find_problem(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> str:
+    """Return what is wrong with the prompts; "" where nothing is, or only a server can tell."""
     is_plain, max_tokens = not has_chat_template(product, root), product.serving.max_tokens
     questions = list(_list_questions(product, tasks))
     contents = [question.build_content(is_plain=is_plain) for _, question in questions]
@@ -123,7 +121,7 @@ def _find_problem(product: TextProduct, tasks: Mapping[str, KnownTask], root: Pa
     except SettingsError as error:
         return str(error)
     except Exception:  # a tokenizer or template that fails here is the server's to explain
-        return None
+        pass
     return ""
 
 
@@ -137,33 +135,34 @@ def _list_questions(product: TextProduct, tasks: Mapping[str, KnownTask]) -> Ite
 async def _find_too_long(asked: Sequence[_Asked], counter: Any, context_length: int) -> str:
     """Return which of the longest prompts of an eval does not fit; "" where all do."""
     by_eval: dict[str, list[_Asked]] = {}
-    for one in sorted(asked, key=_count_characters, reverse=True):
+    for one in sorted(asked, key=_count_bytes, reverse=True):
         by_eval.setdefault(one.eval_name, []).append(one)
     for name, longest in by_eval.items():
         for one in longest[:NUM_LONGEST]:
             size = await _count_read(one, counter)
             if size + one.limit > context_length:
-                behind = f", which with {one.setting} {one.limit} are" if one.limit else ","
+                behind = f", which with {one.setting} {one.limit} are" if one.setting else ","
                 return (
                     f"evals.{name}: case {one.case_id!r} is too long: its prompt has {size} tokens{behind} above "
                     f"serving.context_length {context_length}; raise the length"
-                    f"{f', lower {one.setting}' * bool(one.limit)}, or shorten the case"
+                    f"{f', lower {one.setting}' * bool(one.setting)}, or shorten the case"
                 )
     return ""
 
 
 async def _count_read(asked: _Asked, counter: Any) -> int:
     """Return the tokens of a prompt that a server reads; the last one of what is scored is predicted alone."""
-    if asked.limit:
+    if asked.setting:
         return await count_tokens(counter, asked.content, tools=asked.tools)
     frame = await read_frame(counter, counter.folder)
     (ids,) = await counter.tokenize([asked.content], add_special_tokens=False)
     return len(frame.frame_context(ids)) - 1
 
 
-def _count_characters(asked: _Asked) -> int:
+def _count_bytes(asked: _Asked) -> int:
     content = asked.content
-    return len(content) if isinstance(content, str) else sum(len(str(m.get("content") or "")) for m in content)
+    texts = [content] if isinstance(content, str) else [str(message.get("content") or "") for message in content]
+    return sum(map(count_bytes, texts))
 
 
 class _TokenCounter:

@@ -120,6 +120,13 @@ def test_a_question_is_read_of_a_request_and_sampling_is_refused(until: Any) -> 
         read_question("mine", request)
 
 
+@pytest.mark.parametrize("limit", ["9", 0, -1, 2.5])
+def test_a_limit_that_is_no_number_of_tokens_is_refused(limit: Any) -> None:
+    request = SimpleNamespace(task_name="t", doc={}, doc_id=3, args=("text", {"max_gen_toks": limit}))
+    with pytest.raises(SettingsError, match=f"above 0 as the task's max_gen_toks, got {limit!r}"):
+        read_question("mine", request)
+
+
 def test_a_text_counts_as_one_prompt_where_answers_are_held_against_max_tokens() -> None:
     body, answer = {"model": "m", "prompt": "a long text", "max_tokens": 4}, {"usage": {"completion_tokens": 5}}
     assert "expected at most 4 completion tokens" in str(find_ignored(body, answer))

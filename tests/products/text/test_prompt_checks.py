@@ -165,3 +165,13 @@ def test_where_only_a_server_can_count_nothing_is_refused(root: Path) -> None:
     check(make_product(evals, candidates=[], **band), root)
     (root / "reference/chat_template.jinja").write_text("{{ raise_exception('no') }}")
     check(make_product(evals, **band), root)
+
+
+def test_the_longest_is_told_by_bytes(root: Path) -> None:
+    """A text of few characters may have many tokens."""
+    wide = "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80
+    write_questions(root / "calls", *(f"{i} " * 60 for i in range(40)), wide)
+    product = make_product({"calls": CALLS}, candidates=[])
+    serving = product.serving.model_copy(update={"context_length": 200, "max_tokens": 16})
+    with pytest.raises(SettingsError, match="case 't40' is too long"):
+        check(product.model_copy(update={"serving": serving}), root)

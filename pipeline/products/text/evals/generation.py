@@ -114,7 +114,7 @@ def read_question(name: str, request: Any) -> Question:
     """Read one of lm-eval's `generate_until` requests.
 
     Raises:
-        SettingsError: the task samples.
+        SettingsError: the task samples, or limits its answers to no number of tokens.
     """
     prompt, options = request.args
     if options.get("do_sample") or options.get("temperature"):
@@ -123,9 +123,10 @@ def read_question(name: str, request: Any) -> Question:
         )
     until = options.get("until") or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-    return Question(
-        name_case(request.task_name, request.doc, request.doc_id), prompt, stops, options.get("max_gen_toks")
-    )
+    limit = options.get("max_gen_toks")
+    if limit is not None and not (isinstance(limit, int) and limit > 0):
+        raise SettingsError(f"evals.{name}: expected a whole number above 0 as the task's max_gen_toks, got {limit!r}")
+    return Question(name_case(request.task_name, request.doc, request.doc_id), prompt, stops, limit)
 
 
 async def ask(

@@ -82,6 +82,7 @@ def load_task(name: str, settings: HarnessEval) -> Task:
             modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
             requests = [request for task in tasks.values() for request in task.instances]
+            longest = tuple(_list_longest(request for request in requests if request.request_type == "loglikelihood"))
         questions = [read_question(name, request) for request in requests if request.request_type == GENERATE]
     digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
@@ -97,13 +98,18 @@ def load_task(name: str, settings: HarnessEval) -> Task:
         digest,
         tuple({question.digest: question for question in questions}.values()),
         tuple(zip(clusters, map(_list_buckets, documents), strict=True)),
-        tuple(_list_longest(request for request in requests if request.request_type == "loglikelihood")),
+        longest,
     )
 
 
 def _list_longest(requests: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    for request in heapq.nlargest(NUM_LONGEST, requests, key=lambda request: sum(map(len, request.args))):
+    for request in heapq.nlargest(NUM_LONGEST, requests, key=lambda request: count_bytes("".join(request.args))):
         yield name_case(request.task_name, request.doc, request.doc_id), "".join(request.args)
+
+
+def count_bytes(text: str) -> int:
+    """Return how many bytes a text takes: nearer to its tokens than its characters are."""
+    return len(text.encode(errors="replace"))
 
 
 def _list_buckets(document: Any) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from pipeline.products.text.serving.request_fields import FieldError
 from pipeline.products.text.serving.tool_call_text import write_calls
 
 _GREETING = [{"role": "user", "content": "Hello"}]
-_ANSWER = "Hello"
+_ANSWER = "Good day"
 _NO_TYPE = SimpleNamespace(config=SimpleNamespace(model_type=""))  # the library parses no answer of such a model
 _NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 
@@ -74,20 +74,34 @@ def choose_parsed_type(tokenizer: Any, model: Any) -> Any:
 def _is_parsed(tokenizer: Any, model: Any) -> bool:
     ids = tokenizer.encode(_ANSWER, add_special_tokens=False)
     answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    known = model.generation_config.eos_token_id
-    known = known if isinstance(known, list) else [known]
+    fields = get_response_template(tokenizer, model).get("fields", {})
+    thought_end = fields.get("thinking", {}).get("close")
     try:
         prompt = tokenize_messages(tokenizer, _GREETING)
-        turns = tokenizer.apply_chat_template([*_GREETING, {"role": "assistant", "content": _ANSWER}], tokenize=False)
-        behind = turns.rpartition(_ANSWER)[2]
-        ends = [end for end in known if tokenizer.decode([end]) in behind] or known
-        for end in ends:
+        for end in _list_ends(tokenizer, model):
             content, thought, _ = parse_assistant_message(tokenizer, model, [*ids, end], prompt)
-            if content.strip() != answer and (content or answer not in (thought or "")):
+            if not content and answer in (thought or "") and isinstance(thought_end, str):
+                # the template has begun to think, so that an answer comes after a thought
+                thinking = [*ids, *tokenizer.encode(thought_end, add_special_tokens=False)]
+                content, *_ = parse_assistant_message(tokenizer, model, [*thinking, *ids, end], prompt)
+            if content.strip() != answer:
                 return False
     except Exception:  # of a template or a parser that came with the checkpoint
         return False
     return True
+
+
+def _list_ends(tokenizer: Any, model: Any) -> list[int]:
+    """Return the model's ends of an answer: those that the template writes behind one; all, where it writes none."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    turns = [*_GREETING, {"role": "assistant", "content": _ANSWER}, *_GREETING]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # of the template: it may refuse such turns, and serve others
+        return ends
+    behind = text.partition(_ANSWER)[2].partition(_GREETING[0]["content"])[0]
+    return [end for end in ends if (word := tokenizer.decode([end])) and word in behind] or ends
 
 
 def prepare_messages(tokenizer: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
