@@ -157,15 +157,12 @@ def measure_precision(
 
 def _check_loss_can_show(name: str, metric: str, reference: float, tolerance: float | None) -> None:
     if tolerance is not None and reference <= tolerance:
-        at = (
-            "look at the evalset"
-            if reference
-            else "no box of it fits an annotation: look at what the adapter returns, and at the evalset; boxes are "
-            "left, top, width and height in pixels, and scores are finite"
-        )
+        seen = "" if reference else "no box of it fits an annotation: "
         raise EvidenceError(
             f"{name}: the reference has {format_value(metric, reference)}, so a loss above the "
-            f"tolerance of {tolerance:g} can't show; {at}"
+            f"tolerance of {tolerance:g} can't show; {seen}look at what the adapter returns, and at the "
+            "evalset; boxes are left, top, width and height in pixels, category_id is the annotations', and scores are "
+            "finite"
         )
 
 

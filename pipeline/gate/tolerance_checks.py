@@ -45,10 +45,15 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition, 
         )
     right = m.reference if definition.better == "higher" else 1 - m.reference
     if m.tolerance is not None and definition.estimator == "proportion" and right <= m.tolerance:
+        remedy = (
+            "look at its weights and how it is run, as the others are NaN, infinite, black or saturated"
+            if definition.is_validity
+            else f"look at the evalset{_show_outputs(records)}"
+        )
         raise EvidenceError(
             f"{name_metric(m.metric, m.bucket)}: the reference is right in "
             f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
-            f"{m.tolerance:g} can't show; look at the evalset{_show_outputs(records)}"
+            f"{m.tolerance:g} can't show; {remedy}"
         )
     guesses = _expect_guesses(definition, records, m.bucket)
     if m.tolerance is not None and guesses and m.reference <= guesses + m.tolerance:

@@ -256,6 +256,8 @@ def test_a_bucket_that_nobody_has_is_refused(build: Path) -> None:
 def test_a_reference_that_finds_less_than_the_tolerance_proves_nothing(build: Path) -> None:
     reasons = list_said(judge(build, tolerances={"shelves/ap": {"overall": 0.9}}).judgement.verdicts[0])
     assert "a loss above the tolerance of 0.9 can't show" in reasons[0]
+    # a box of two corners fits few annotations, and the evalset is blameless
+    assert "can't show; look at what the adapter returns, and at the evalset; boxes are left, top, width" in reasons[0]
 
 
 def test_the_order_of_the_records_changes_nothing(tmp_path: Path) -> None:

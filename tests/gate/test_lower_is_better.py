@@ -49,8 +49,9 @@ def test_a_reference_that_burns_nothing_can_be_gated_and_one_that_burns_all_can_
     for bad, is_refused in (([], False), (list(range(N)), True)):
         m = measure_metric(pair(bad, bad), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
         if is_refused:
-            with pytest.raises(EvidenceError, match="the reference is right in 0 of 200 cases"):
+            with pytest.raises(EvidenceError, match="the reference is right in 0 of 200 cases") as caught:
                 check_loss_can_show(m, METRIC, [])
+            assert "look at its weights and how it is run, as the others are NaN, infinite, black" in str(caught.value)
         else:
             check_loss_can_show(m, METRIC, [])
 
