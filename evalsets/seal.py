@@ -31,7 +31,7 @@ from pipeline.evalsets.cards import (
     parse_card,
     read_card,
 )
-from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, AnswerCase, Case
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, AnswerCase
 from pipeline.evalsets.pictures import check_pictures
 from pipeline.records.digests import digest_file
 from pipeline.records.files import read_lines, write_text
@@ -77,22 +77,22 @@ def describe(card: Card) -> str:
     )
 
 
-def warn_of_answers(path: Path, cases: Sequence[Case]) -> Iterator[str]:
+def warn_of_answers(path: Path, cases: Sequence[AnswerCase]) -> Iterator[str]:
     """Yield what keeps answers in words from ever being right; such a case shows no loss.
 
     Args:
         path: of the cases.
         cases: all of them, a line each.
     """
-    answers = [(line, case) for line, case in enumerate(cases, start=1) if isinstance(case, AnswerCase)]
-    if blank := [line for line, case in answers if case.answer != case.answer.strip()]:
+    if blank := [line for line, case in enumerate(cases, start=1) if case.answer != case.answer.strip()]:
         yield (
             f"{path}:{blank[0]}: answer begins or ends with blanks; no answer equals it once a task has stripped that"
             f"{_count_more(blank)}"
         )
-    first: dict[str, AnswerCase] = {}
-    differing = [line for line, case in answers if first.setdefault(case.question, case).answer != case.answer]
-    if differing:
+    first: dict[str, str] = {}
+    if differing := [
+        line for line, case in enumerate(cases, start=1) if first.setdefault(case.question, case.answer) != case.answer
+    ]:
         yield (
             f"{path}:{differing[0]}: a question that stands above with another answer; one of both is always wrong"
             f"{_count_more(differing)}"
@@ -169,8 +169,9 @@ def main(argv: list[str]) -> int:
         card = seal(folder)
     except OSError as error:
         raise EvalsetError(str(error)) from None
-    for warning in warn_of_answers(folder / CASES_FILE, load_cases(folder, card)):
-        print(f"warning: {warning}", file=sys.stderr)
+    if card.kind == AnswerCase.card_kind:
+        for warning in warn_of_answers(folder / CASES_FILE, load_cases(folder, card)):
+            print(f"warning: {warning}", file=sys.stderr)
     print(describe(card))
     return 0
 

@@ -23,7 +23,7 @@ from pipeline.products.text.benchmark.prompts import Prompt, load_prompts, plan_
 from pipeline.products.text.chat_templates import has_chat_template
 from pipeline.products.text.evals import calls, framing, generation, material
 from pipeline.products.text.evals.framing import read_frame
-from pipeline.products.text.evals.generation import Content, Question, count_tokens
+from pipeline.products.text.evals.generation import Question, count_tokens
 from pipeline.products.text.evals.known_tasks import KnownTask
 from pipeline.products.text.evals.material import NUM_LONGEST, count_bytes, load_task
 from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
@@ -41,10 +41,7 @@ _CODE = (prompts, calls, framing, generation, material)  # what a prompt and its
 class _Asked(NamedTuple):
     """A prompt, how many tokens are to fit behind it, and the setting that says so; "" where an answer is scored."""
 
-    eval_name: str
-    case_id: str
-    content: Content
-    tools: list[dict[str, Any]] | None = None
+    prompt: Prompt
     limit: int = 0
     setting: str = ""
 
@@ -96,28 +93,26 @@ def _digest_grounds(product: TextProduct, tasks: Mapping[str, KnownTask], root: 
 def _find_problem(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path) -> str:
     """Return what is wrong with the prompts; "" where nothing is, or only a server can tell."""
     is_plain, max_tokens = not has_chat_template(product, root), product.serving.max_tokens
-    questions = list(_list_questions(product, tasks))
-    contents = [question.build_content(is_plain=is_plain) for _, question in questions]
-    of_tasks = [Prompt(name, q.case_id, content, None) for (name, q), content in zip(questions, contents, strict=True)]
-    prompts = load_prompts(product, root, of_tasks)
+    in_words = [
+        _Asked(Prompt(name, q.case_id, q.build_content(is_plain=is_plain), None), *q.find_limit(max_tokens))
+        for name, q in _list_questions(product, tasks)
+    ]
+    found = load_prompts(product, root, [one.prompt for one in in_words])
     asked = [
+        *in_words,
+        *(_Asked(one, max_tokens, "serving.max_tokens") for one in found if one.eval_name in product.chat_evals),
         *(
-            _Asked(name, question.case_id, content, None, *question.find_limit(max_tokens))
-            for (name, question), content in zip(questions, contents, strict=True)
+            _Asked(Prompt(name, case_id, text, None))
+            for name, task in tasks.items()
+            for case_id, text in task.longest_scored
         ),
-        *(
-            _Asked(prompt.eval_name, prompt.case_id, prompt.content, prompt.tools, max_tokens, "serving.max_tokens")
-            for prompt in prompts
-            if prompt.eval_name in product.chat_evals
-        ),
-        *(_Asked(name, case_id, text) for name, task in tasks.items() for case_id, text in task.longest_scored),
     ]
     try:
         counter: Any = _TokenCounter(locate_checkpoint(product.candidates[product.reference].checkpoint, root))
         if problem := asyncio.run(_find_too_long(asked, counter, product.serving.context_length)):
             return problem
         if product.benchmark.candidates:
-            asyncio.run(plan_grid(prompts, counter, product.benchmark))
+            asyncio.run(plan_grid(found, counter, product.benchmark))
     except SettingsError as error:
         return str(error)
     except Exception:  # a tokenizer or template that fails here is the server's to explain
@@ -136,15 +131,15 @@ async def _find_too_long(asked: Sequence[_Asked], counter: Any, context_length: 
     """Return which of the longest prompts of an eval does not fit; "" where all do."""
     by_eval: dict[str, list[_Asked]] = {}
     for one in sorted(asked, key=_count_bytes, reverse=True):
-        by_eval.setdefault(one.eval_name, []).append(one)
+        by_eval.setdefault(one.prompt.eval_name, []).append(one)
     for name, longest in by_eval.items():
         for one in longest[:NUM_LONGEST]:
             size = await _count_read(one, counter)
             if size + one.limit > context_length:
                 behind = f", which with {one.setting} {one.limit} are" if one.setting else ","
                 return (
-                    f"evals.{name}: case {one.case_id!r} is too long: its prompt has {size} tokens{behind} above "
-                    f"serving.context_length {context_length}; raise the length"
+                    f"evals.{name}: case {one.prompt.case_id!r} is too long: its prompt has {size} tokens{behind} "
+                    f"above serving.context_length {context_length}; raise the length"
                     f"{f', lower {one.setting}' * bool(one.setting)}, or shorten the case"
                 )
     return ""
@@ -153,14 +148,14 @@ async def _find_too_long(asked: Sequence[_Asked], counter: Any, context_length: 
 async def _count_read(asked: _Asked, counter: Any) -> int:
     """Return the tokens of a prompt that a server reads; the last one of what is scored is predicted alone."""
     if asked.setting:
-        return await count_tokens(counter, asked.content, tools=asked.tools)
+        return await count_tokens(counter, asked.prompt.content, tools=asked.prompt.tools)
     frame = await read_frame(counter, counter.folder)
-    (ids,) = await counter.tokenize([asked.content], add_special_tokens=False)
+    (ids,) = await counter.tokenize([asked.prompt.content], add_special_tokens=False)
     return len(frame.frame_context(ids)) - 1
 
 
 def _count_bytes(asked: _Asked) -> int:
-    content = asked.content
+    content = asked.prompt.content
     texts = [content] if isinstance(content, str) else [str(message.get("content") or "") for message in content]
     return sum(map(count_bytes, texts))
 
