@@ -139,10 +139,15 @@ def format_key(key: object) -> str:
     return str(key) if re.fullmatch(r"[\w ./:*-]{1,80}", str(key)) else show_value(key)
 
 
+def find_near(word: object, known: Iterable[str]) -> str:
+    """Return the known word that may be meant by an unknown one; "" where none is near."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=_NEAR)), "")
+
+
 def suggest(word: object, known: Iterable[str]) -> str:
     """Ask whether the known word that is nearest to an unknown one is meant; "" where none is near."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_NEAR)
-    return f"is `{near[0]}` meant" if near else ""
+    near = find_near(word, known)
+    return f"is `{near}` meant" if near else ""
 
 
 def describe_problem(problem: ErrorDetails, *others: ErrorDetails) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.errors import EvidenceError, describe_problem
+from pipeline.errors import EvidenceError, describe_problem, find_near
 from pipeline.records.digests import canonical_json
 from pipeline.records.files import line_of, read_bounded, read_lines, write_text
 
@@ -91,7 +90,7 @@ def first_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
     loc = problem["loc"]
     unknown = [str(o["loc"][-1]) for o in others if o["type"] == "extra_forbidden" and o["loc"][:-1] == loc[:-1]]
-    meant = get_close_matches(str(loc[-1]), unknown, 1) if problem["type"] == "missing" else []
-    hint = f"; {meant[0]!r} is there: correct its spelling" if meant else ""
-    more = len(others) - len(meant)
+    meant = find_near(loc[-1], unknown) if problem["type"] == "missing" else ""
+    hint = f"; {meant!r} is there: correct its spelling" if meant else ""
+    more = len(others) - bool(meant)
     return f"{where}: {describe_problem(problem)}{hint}" + (f" (and {more} more)" if more else "")

@@ -80,6 +80,8 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
         (None, "<|end|>", ANCHORED | {"start_anchor": "<|bot|>"}, False),
         (None, "<|end|>", ANCHORED | {"fields": {"content": {"open": "<|bot|>", "content": "text"}}}, False),
         (None, "<|end|>", {"fields": {}}, False),
+        (None, "<|end|>", {"fields": ["content"]}, False),
+        (None, "<|end|>", {"fields": {"thinking": "<think>"}}, False),
     ],
     ids=[
         "whole",
@@ -96,6 +98,8 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
         "own-other-opening",
         "own-finds-nothing",
         "own-broken",
+        "own-fields-are-no-mapping",
+        "own-field-is-no-mapping",
     ],
 )
 def test_a_parser_is_used_where_it_finds_the_answer(

@@ -21,11 +21,12 @@ from pipeline.evalsets.cards import NOTES
 from pipeline.products.text.benchmark import prompts
 from pipeline.products.text.benchmark.prompts import Prompt, load_prompts, plan_grid
 from pipeline.products.text.chat_templates import has_chat_template
-from pipeline.products.text.evals import calls, framing, generation, material
+from pipeline.products.text.evals import calls, context, framing, generation, material
+from pipeline.products.text.evals.context import NUM_LONGEST
 from pipeline.products.text.evals.framing import read_frame
 from pipeline.products.text.evals.generation import Question, count_tokens
 from pipeline.products.text.evals.known_tasks import KnownTask
-from pipeline.products.text.evals.material import NUM_LONGEST, count_bytes, load_task
+from pipeline.products.text.evals.material import count_bytes, load_task
 from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 from pipeline.records.files import write_text
@@ -35,7 +36,7 @@ from pipeline.running.kept_digests import digest_watched, read_kept
 from pipeline.settings.base import ENV
 
 KEPT = ENV / "prompts.json"  # by product: a digest of what it follows from, and what is wrong with its prompts, if so
-_CODE = (prompts, calls, framing, generation, material)  # what a prompt and its limit follow from
+_CODE = (prompts, calls, context, framing, generation, material)  # what a prompt and its limit follow from
 
 
 class _Asked(NamedTuple):

@@ -194,6 +194,54 @@ def test_an_edited_case_is_asked_anew_however_its_file_is_named(project: Project
     assert records[0].prompt == EDITED[0]["question"]
 
 
+@pytest.mark.parametrize("kind", ["group", "tag"])
+def test_members_of_a_group_are_one_suite_with_a_bucket_each(project: Project, kind: str) -> None:
+    """A task such as mmlu was asked as a whole, and then failed with "KeyError: 'mmlu'"."""
+    write_lines(Path("data/test.jsonl"), [case | {"id": f"q-{i}", "buckets": ["own"]} for i, case in enumerate(CASES)])
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/test.jsonl"}}}
+    tag = {"tag": "both"} if kind == "tag" else {}
+    project.write_task(**files, **tag)
+    other = TASK | files | tag | {"task": "other", "doc_to_text": "Other: {{question}}", "doc_to_target": 1}
+    Path("tasks/other.yaml").write_text(json.dumps(other))
+    if kind == "group":
+        Path("tasks/both.yaml").write_text(json.dumps({"group": "both", "task": ["mine", "other"]}))
+    records = sorted(project.run(task="both"), key=lambda record: record.case_id)
+    assert [record.case_id for record in records] == [f"{task}/q-{i}" for task in ("mine", "other") for i in range(4)]
+    assert [record.buckets for record in records] == [("mine", "own")] * 4 + [("other", "own")] * 4
+    assert [record.scores["accuracy"] for record in records] == [1.0] * 4 + [0.0] * 4
+    assert records[4].prompt == "Other: What is 0?" and records[4].num_choices == 2
+    known = load_task("e", HarnessEval(kind="harness", task="both", include_path="tasks")).documents
+    assert sorted(buckets for _, buckets in known) == [record.buckets for record in records]
+
+
+WORDS = {"output_type": "generate_until", "doc_to_target": "{{answer}}", "doc_to_choice": None}
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (WORDS, "mine has the metric acc, which gives ['a0', 'a0'] for an answer, expected a number; name a metric"),
+        (WORDS | {"metric_list": [{"metric": "f1"}]}, "mine has the metrics f1; expected one of acc, exact_match"),
+        (WORDS | {"doc_to_choice": ["a0"]}, "lm-eval can't judge generate_until answers by the metrics of 'mine': "),
+        ({"metric_list": [{"metric": "acc_norm"}]}, "mine has the metrics acc_norm; expected one of acc, exact_match"),
+        (WORDS | {"metric_list": [{"metric": "exact_match"}]}, None),
+        ({"output_type": "loglikelihood", "doc_to_target": " {{answer}}", "doc_to_choice": None}, None),
+    ],
+    ids=["of-choices", "of-all", "that-fail", "unknown", "of-words", "of-one-text"],
+)
+def test_metrics_that_can_not_judge_are_told_before_any_work(
+    project: Project, keys: dict[str, Any], problem: str | None
+) -> None:
+    write_lines(Path("data/test.jsonl"), CASES)
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}}, **keys)
+    if problem is None:
+        project.watched()
+        return
+    with pytest.raises(SettingsError) as caught:
+        project.watched()
+    assert str(caught.value).startswith(f"products.agent.evals.e.task: {problem}")
+
+
 @pytest.mark.parametrize("num_fewshot", [0, 1])
 def test_equal_questions_are_one_cluster_whatever_their_fields_say(project: Project, num_fewshot: int) -> None:
     """Ten questions copied twenty times, each with an id and a cluster of its own, proved a loss of 1.79 points."""

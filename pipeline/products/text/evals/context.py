@@ -16,6 +16,8 @@ from pipeline.products.text.settings import EvalSettings
 from pipeline.running.journal import Journal
 from pipeline.running.shards import Shard
 
+NUM_LONGEST = 32  # prompts of an eval whose length is looked at before the first is asked
+
 
 @dataclass(frozen=True)
 class EvalContext:

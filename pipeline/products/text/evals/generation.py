@@ -76,6 +76,18 @@ def name_case(task: str, document: Any, document_id: Any) -> str:
     return str(document.get("id", f"{task}-{document_id}") if isinstance(document, dict) else f"{task}-{document_id}")
 
 
+def list_buckets(document: Any, task: str, asked: str) -> tuple[str, ...]:
+    """Return the buckets of a task's document: its own, and where several tasks are asked as one, its task.
+
+    Args:
+        document: of the task.
+        task: its name.
+        asked: name of the task, or of the group or tag that it is a member of.
+    """
+    own = tuple(map(str, document.get("buckets", ()))) if isinstance(document, dict) else ()
+    return own if task == asked else (task, *own)
+
+
 def name_cluster(document: Any) -> str:
     """Return the cluster of a task's document, or what stands for a document that names none."""
     named = document if isinstance(document, dict) else {}

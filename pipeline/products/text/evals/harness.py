@@ -2,7 +2,8 @@
 
 lm-eval builds the prompts and judges the answers; `EndpointLM` hands its requests to the one client.
 A task whose metric is `acc` (or `exact_match`) becomes one record per document. Records are paired by
-lm-eval's hashes of document, prompt and target, which are the same for every candidate.
+lm-eval's hashes of document, prompt and target, which are the same for every candidate. Of a group or tag the members'
+documents are one suite, and each member is a bucket of it.
 
 lm-eval imports torch and more, which takes seconds: `import_library` does it while servers start.
 """
@@ -18,11 +19,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
-from pipeline.errors import SettingsError
 from pipeline.products.text.evals.bridge import Bridge
 from pipeline.products.text.evals.context import EvalContext
-from pipeline.products.text.evals.generation import GENERATE, Answer, digest_request, join_repeats, name_case
-from pipeline.products.text.evals.material import compile_once, explain_problems, index_tasks, read_fresh
+from pipeline.products.text.evals.generation import (
+    GENERATE,
+    Answer,
+    digest_request,
+    join_repeats,
+    list_buckets,
+    name_case,
+)
+from pipeline.products.text.evals.material import (
+    ACCURACY_METRICS,
+    compile_once,
+    explain_problems,
+    find_score,
+    index_tasks,
+    read_fresh,
+)
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, count_choices
@@ -36,7 +50,6 @@ ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
 _LIBRARY = ThreadPoolExecutor(1, "lm-eval")
 _SHARDS = ThreadPoolExecutor(thread_name_prefix="lm-eval-shard")  # no thread that the event loop's own work waits for
 _RECORDED: dict[tuple[str, str], dict[str, list[Any]]] = {}  # what lm-eval asks of a model, by eval and by kind
-ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 
 
 def import_library(name: str, settings: HarnessEval) -> None:
@@ -142,28 +155,25 @@ def _run_task(context: EvalContext, model: LM) -> list[dict[str, Any]]:
             bootstrap_iters=0,
             cache_requests=False,
         )
-    return results["samples"][settings.task]
+    return [sample | {"task": task} for task, samples in results["samples"].items() for sample in samples]
 
 
 def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any], seconds: float) -> CaseRecord:
-    metric = next((m for m in ACCURACY_METRICS if m in sample), None)
-    if metric is None:
-        raise SettingsError(
-            f"evals.{context.name}.task: {settings.task} has the metrics {', '.join(sample['metrics'])}; "
-            f"expected one of {', '.join(ACCURACY_METRICS)}"
-        )
+    task, judged = sample["task"], {metric: sample[metric] for metric in sample["metrics"]}
+    metric, score = find_score(context.name, task, judged)
     hashes = [sample["doc_hash"], sample["prompt_hash"], sample["target_hash"]]
     document = sample["doc"] if isinstance(sample["doc"], dict) else {}
+    case_id = name_case(task, document, sample["doc_id"])
     return CaseRecord(
-        case_id=name_case(settings.task, document, sample["doc_id"]),
+        case_id=case_id if task == settings.task else f"{task}/{case_id}",
         input_digest=digest_json(hashes),
         cluster=str(document.get("cluster", hashes[0])),
-        buckets=tuple(document.get("buckets", ())),
+        buckets=list_buckets(document, task, settings.task),
         prompt=str(sample["arguments"][0][0]),
         output=_format_answer(sample),
         # other metrics are of texts, not of choices
         num_choices=count_choices(sample, len(sample["arguments"])) if metric == ACCURACY_METRICS[0] else 0,
-        scores={"accuracy": float(sample[metric])},
+        scores={"accuracy": score},
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )

@@ -2,7 +2,8 @@
 
 An evalset has its files. An lm-eval task may take its cases from anywhere, so it is loaded as the evaluation loads it.
 What counts is what it then asks: every document, its requests with their examples, its target, and the settings. The
-files of its folder count too, and the code that it names, with the local modules that this code imports.
+files of its folder count too, and the code that it names, with the local modules that this code imports. One made
+answer of each task is judged, so that a metric that can't judge it is told before any work.
 
 Not covered: files outside the task's folder that its code reads only to judge an answer.
 """
@@ -21,19 +22,21 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.errors import QuantgateError, SettingsError, show_value
 from pipeline.evalsets.cards import NOTES
+from pipeline.products.text.evals.context import NUM_LONGEST
 from pipeline.products.text.evals.generation import (
     GENERATE,
     Question,
     join_repeats,
+    list_buckets,
     name_case,
     name_cluster,
     read_question,
@@ -42,8 +45,9 @@ from pipeline.products.text.evals.imports import list_modules
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 
+ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 FEWSHOT_SEED = 1234  # lm-eval's own
-NUM_LONGEST = 16  # texts of an eval that are tried for their length before any work
+_SCORE = {"loglikelihood": (-1.0, False), "loglikelihood_rolling": -1.0}  # made answers, by the kind of request
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ def load_task(name: str, settings: HarnessEval) -> Task:
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
             requests = [request for task in tasks.values() for request in task.instances]
             longest = tuple(_list_longest(request for request in requests if request.request_type == "loglikelihood"))
+            for task_name, task in tasks.items():
+                _check_judge(name, task_name, task)
         questions = [read_question(name, request) for request in requests if request.request_type == GENERATE]
     digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
@@ -91,13 +97,14 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     for request in requests:
         asking.setdefault((request.task_name, request.doc_id), []).append(request)
     documents = [some[0].doc for some in asking.values()]
+    buckets = [list_buckets(some[0].doc, some[0].task_name, settings.task) for some in asking.values()]
     prompts = [[request.args for request in some] for some in asking.values()]
     own = list(map(name_cluster, documents))
     clusters = join_repeats(documents, prompts, own, num_fewshot=settings.num_fewshot)
     return Task(
         digest,
         tuple({question.digest: question for question in questions}.values()),
-        tuple(zip(clusters, map(_list_buckets, documents), strict=True)),
+        tuple(zip(clusters, buckets, strict=True)),
         longest,
     )
 
@@ -112,8 +119,49 @@ def count_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def _list_buckets(document: Any) -> tuple[str, ...]:
-    return tuple(map(str, document.get("buckets", ()))) if isinstance(document, dict) else ()
+def _check_judge(name: str, task_name: str, task: Any) -> None:
+    """Have a task judge an answer to its first document: the target, or scores.
+
+    Raises:
+        SettingsError: it can't, or none of its metrics is known.
+    """
+    first = [request for request in task.instances if request.doc_id == task.instances[0].doc_id]
+    with explain_problems(name, f"judge {task.OUTPUT_TYPE} answers by the metrics of", task_name):
+        for request in first:
+            target = task.doc_to_target(request.doc)
+            text = str(target[0] if isinstance(target, list) and target else target)
+            request.resps = [_SCORE.get(request.request_type, text)]
+        with mock.patch.object(task, "_instances", first):
+            task.apply_filters()
+        for read in [*first[0].filtered_resps] if first else ():
+            judged = task.process_results(first[0].doc, [request.filtered_resps[read] for request in first])
+            find_score(name, task_name, judged)
+
+
+def find_score(name: str, task_name: str, judged: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the metric that judges a case, and what it gives.
+
+    Args:
+        name: of the eval.
+        task_name: whose answer was judged.
+        judged: by metric.
+
+    Raises:
+        SettingsError: none of the metrics is known, or it gives no number, as it judges answers of another kind.
+    """
+    metric = next((metric for metric in ACCURACY_METRICS if metric in judged), None)
+    if metric is None:
+        raise SettingsError(
+            f"evals.{name}.task: {task_name} has the metrics {', '.join(judged)}; expected one of "
+            f"{', '.join(ACCURACY_METRICS)}"
+        )
+    try:
+        return metric, float(judged[metric])
+    except (TypeError, ValueError):
+        raise SettingsError(
+            f"evals.{name}.task: {task_name} has the metric {metric}, which gives {show_value(judged[metric])} for an "
+            "answer, expected a number; name a metric that judges answers of the task's output_type"
+        ) from None
 
 
 @contextlib.contextmanager

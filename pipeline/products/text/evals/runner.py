@@ -14,12 +14,11 @@ from typing import TypeVar
 
 from pipeline.errors import EngineError, EvidenceError, HarmFound, JournalError, RequestError, SettingsError
 from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
-from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.context import NUM_LONGEST, EvalContext
 from pipeline.products.text.serving.failures import find_error, prepare, say_kept
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.progress import Progress
 
-NUM_LENGTHS_CHECKED = 32
 MAX_FAILURES_IN_A_ROW = 8  # infrastructure failures without a success between them: the endpoint is gone
 
 C = TypeVar("C", bound=Case)
@@ -35,7 +34,7 @@ async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase |
         SettingsError: names the case, its tokens and the limits.
     """
     texts = {case.id: "\n".join(message.content for message in case.messages) for case in cases}
-    longest = sorted(texts, key=lambda name: len(texts[name]), reverse=True)[:NUM_LENGTHS_CHECKED]
+    longest = sorted(texts, key=lambda name: len(texts[name]), reverse=True)[:NUM_LONGEST]
     try:
         with prepare(context.name):
             tokens = await context.client.tokenize([texts[name] for name in longest], add_special_tokens=False)

@@ -74,9 +74,9 @@ def choose_parsed_type(tokenizer: Any, model: Any) -> Any:
 def _is_parsed(tokenizer: Any, model: Any) -> bool:
     ids = tokenizer.encode(_ANSWER, add_special_tokens=False)
     answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    fields = get_response_template(tokenizer, model).get("fields", {})
-    thought_end = fields.get("thinking", {}).get("close")
     try:
+        fields = get_response_template(tokenizer, model).get("fields", {})
+        thought_end = fields.get("thinking", {}).get("close")
         prompt = tokenize_messages(tokenizer, _GREETING)
         for end in _list_ends(tokenizer, model):
             content, thought, _ = parse_assistant_message(tokenizer, model, [*ids, end], prompt)
