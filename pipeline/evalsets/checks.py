@@ -38,6 +38,22 @@ def check_buckets(
                 )
 
 
+def check_seams_are_gated(product: Product) -> None:
+    """Refuse a product without a tolerance of seams in some eval; for one of which a candidate works in tiles.
+
+    Raises:
+        SettingsError: with the path of the key.
+    """
+    for name in product.evals:
+        tolerance = product.gate.tolerances.get(f"{name}/seam_step_levels")
+        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
+            raise SettingsError(
+                f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
+                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
+                "pass for want of one"
+            )
+
+
 def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
     """Load an evalset that a key names; refuse a folder without one, and one of another kind."""
     if not (folder / CASES_FILE).is_file():

@@ -595,6 +595,24 @@ def test_a_step_that_the_files_contradict_is_told_before_any_work(project: Path,
     assert str(caught.value).startswith("candidates.hot.steps.0") and said in str(caught.value)
 
 
+def test_a_seam_can_not_pass_for_want_of_a_tolerance(project: Path) -> None:
+    """On 512 pixels, steps of 8 levels leave an SSIM of 0.998."""
+    tiled = SHOTS | {"steps": [{"kind": "vae_tiling", "tile": 32, "overlap": 0.25, "window": "hann"}]}
+    product = make_product(["shots", "hot"], candidates={"shots": SHOTS, "hot": tiled})
+
+    def gate(**tolerances: Any) -> ImagesProduct:
+        gate = product.gate.model_dump()
+        return ImagesProduct.model_validate(
+            product.model_dump() | {"gate": gate | {"tolerances": gate["tolerances"] | tolerances}}
+        )
+
+    seams = "shots/seam_step_levels"
+    check_images(gate(**{seams: {"overall": 0.5}}), project)
+    for ungated in (product, gate(**{seams: {"overall": 0.5, "tier": "advisory"}})):
+        with pytest.raises(QuantgateError, match="shots/seam_step_levels: expected an overall tolerance that can stop"):
+            check_images(ungated, project)
+
+
 def test_a_candidate_of_another_size_is_told_before_any_work(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "models", tmp_path / "models")
     (tmp_path / "evalsets").symlink_to(project / "evalsets")

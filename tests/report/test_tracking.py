@@ -71,6 +71,17 @@ def test_what_fails_beside_the_comparisons_is_counted(judged: tuple[Judgement, P
     assert after == before + 1
 
 
+def test_what_decides_nothing_is_no_loss_of_a_candidate(judged: tuple[Judgement, Path]) -> None:
+    """A candidate that passed stood first by its "worst loss", which was of an advisory metric."""
+    verdict = next(verdict for verdict in judged[0].verdicts if verdict.outcome == "fail")
+    tiers = {"fail": "advisory", "inconclusive": "watched"}
+    comparisons = tuple(c.model_copy(update={"tier": tiers.get(c.outcome, c.tier)}) for c in verdict.comparisons)
+    own = verdict.model_copy(update={"comparisons": comparisons, "reasons": (), "outcome": "pass"})
+    metrics = build_runs(judged[0].model_copy(update={"verdicts": (own,)}), judged[1])[1].metrics
+    assert metrics["gate/num_fail"] == metrics["gate/num_inconclusive"] == 0
+    assert metrics["gate/worst_loss_over_tolerance"] <= 1
+
+
 def test_headline_is_the_first_gated_metric(runs: list[RunContents]) -> None:
     assert {next(iter(run.metrics)) for run in runs} == {"workflows/task_completion_percent"}
 

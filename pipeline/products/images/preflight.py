@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import CASES_FILE, PromptCase
-from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
+from pipeline.evalsets.checks import check_buckets, check_each_once, check_seams_are_gated, load_kind
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_part, read_shape
 from pipeline.products.images.linear_layers import choose_layers, list_stored_matrices
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, QuantizeStep, VaeTilingStep
@@ -59,6 +59,7 @@ def check_images(product: ImagesProduct, root: Path) -> None:
                 _check_categories(where, step, buckets, cases)
             elif isinstance(step, VaeTilingStep):
                 _check_tiles(where, step, shape)
+                check_seams_are_gated(product)
             elif isinstance(step, QuantizeStep):
                 _check_layers(where, step, root / candidate.checkpoint)
 

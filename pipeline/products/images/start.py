@@ -36,6 +36,7 @@ _SECTION = """\
       prompts/clip_similarity: {{overall: 0.01}}
       prompts/saturated_pixel_fraction: {{overall: 0.01}}
       prompts/reference_ssim: {{overall: 0.03}}
+      prompts/seam_step_levels: {{overall: 0.5}}  # grey levels of 255, where a decoder works in tiles
 """
 _CANDIDATES = """\
 {name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.errors import SettingsError
 from pipeline.products.images.channels_last import run_channels_last
 from pipeline.products.images.results import StepResult
+from pipeline.products.images.schedulers import read_options
 from pipeline.products.images.settings import (
     GuidanceStep,
     QuantizeStep,
@@ -44,10 +45,12 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
     if step.dynamic_threshold_percentile is not None:
         path = folder / "scheduler" / "scheduler_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        if "dynamic_thresholding_ratio" not in config:
+        name = config.get("_class_name")
+        # of a known class its own options: a config keeps those of the class that it was made from
+        if "dynamic_thresholding_ratio" not in (read_options(str(name)) or config):
             raise SettingsError(
                 f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
-                f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
+                f"DPM-Solver++, UniPC), got {name}; remove it or change the "
                 "pipeline's scheduler"
             )
         options |= {

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import CASES_FILE
-from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
+from pipeline.evalsets.checks import check_buckets, check_each_once, check_seams_are_gated, load_kind
 from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.gate.categories import MIN_CATEGORY_CLUSTERS
 from pipeline.products.vision.detection_settings import (
@@ -66,7 +66,7 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
-                _check_seams_are_gated(product)
+                check_seams_are_gated(product)
                 _check_tiling(f"candidates.{name}.steps.{i}.tile", step, evalsets, product, root)
     return [
         warning
@@ -290,17 +290,6 @@ def _check_folder(where: str, folder: Path) -> None:
         read_tensors(folder)
     except CheckpointError as error:
         raise SettingsError(f"{where}: {error}") from None
-
-
-def _check_seams_are_gated(product: VisionProduct) -> None:
-    for name in product.evals:
-        tolerance = product.gate.tolerances.get(f"{name}/seam_step_levels")
-        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
-            raise SettingsError(
-                f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
-                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
-                "pass for want of one"
-            )
 
 
 def _check_tiling(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Judgement, is_decisive
 from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
@@ -201,12 +201,14 @@ def _clean(bucket: str) -> str:
 def name_gate(verdict: Verdict | None) -> dict[str, float]:
     """Say what the gate said as numbers, as the compare page shows no tags.
 
-    `worst_loss_over_tolerance` is the largest observed loss of any gated metric or bucket: 1 is a
+    `worst_loss_over_tolerance` is the largest observed loss of any metric or bucket that decides: 1 is a
     loss as large as its tolerance. `num_fail` counts checks of path, drafts and speed, too.
     """
     if verdict is None:
         return {}
-    gated = [(c, c.tolerance) for c in verdict.comparisons if c.tolerance and c.outcome != "reported"]
+    gated = [
+        (c, c.tolerance) for c in verdict.comparisons if c.tolerance and c.outcome != "reported" and is_decisive(c)
+    ]
     outcomes = [c.outcome for c, _ in gated]
     numbers = {"gate/passed": float(verdict.outcome == "pass")}
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, SettingsError
 from pipeline.gate.loosening import digest_serving
 from pipeline.products.images import workers
 from pipeline.products.images.rendering import Prompt, load_pipeline, make_latents
@@ -49,6 +49,15 @@ def test_a_step_that_rewrites_no_weights_leaves_the_folder_alone(folder: Path) -
     assert serving.vae_dtype == "float16" and "dynamic thresholding" in serving.summary
     assert serving.identity()["scheduler"] != PLAIN.identity()["scheduler"] == {}
     assert read_files(folder) == before
+
+
+def test_an_option_that_a_scheduler_took_over_from_another_is_none_of_its_own(folder: Path) -> None:
+    """diffusers keeps them in the config; Euler then ignored the threshold that was recorded as set."""
+    path = folder / "scheduler/scheduler_config.json"
+    path.write_text(path.read_text().replace("DDIM", "EulerDiscrete"))
+    guidance = GuidanceStep(kind="guidance", scale=12, dynamic_threshold_percentile=99, sample_max_value=3)
+    with pytest.raises(SettingsError, match="expected a scheduler with dynamic thresholding .* got EulerDiscrete"):
+        STEPS["guidance"](folder, PLAIN, step=guidance)
 
 
 def test_serving_without_scheduler_options_is_written_as_before_there_were_any() -> None:
