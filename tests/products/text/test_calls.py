@@ -76,6 +76,13 @@ def test_a_call_without_arguments_may_leave_the_text_empty() -> None:
         reply("", tool_call("order", "[2]")),
         reply("", {"id": "call-1"}),
         reply("", {"function": {"name": "order"}}),
+        reply('{"name":"account","arguments":{"id":"\\ud83d"}}'),
+        reply('{"name":"account","arguments":{"\\ud83d":1}}'),
+        reply('{"name":"account","arguments":' + '{"a":' * 100 + "1" + "}" * 101),
+        reply('{"name":"account","arguments":' + '{"a":' * 5000),
+        reply("[" * 5000),
+        reply("", tool_call("order", "[" * 5000)),
+        reply("", tool_call("order", '{"id":"\\ud83d"}')),
     ],
 )
 def test_what_is_no_call_is_none(given: Reply) -> None:

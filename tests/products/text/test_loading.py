@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,3 +77,16 @@ def test_a_card_that_fills_up_while_weights_load_is_named_and_not_transformers(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(CheckpointError, match=r"/tiny: while it was loaded: out of memory: 2\.00 GiB needed; use a "):
         load_model(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama"])
+def test_a_model_whose_config_names_no_end_has_the_tokenizers(kind: str) -> None:
+    """A composite config has no such attribute at all; of some kinds the config of its text has none either."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.for_model(kind)
+    config.get_text_config().eos_token_id = None
+    model = SimpleNamespace(
+        generation_config=GenerationConfig(), config=config, _get_logits_processor=lambda _: [], name_or_path="m"
+    )
+    assert loading.greedy_config(model, SimpleNamespace(eos_token_id=5, pad_token_id=None)).eos_token_id == 5

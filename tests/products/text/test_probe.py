@@ -11,6 +11,7 @@ import torch
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving import app
+from pipeline.products.text.serving.exactness import is_exact
 from pipeline.products.text.serving.loading import LoadedModel
 
 FIRST, CACHED, OTHER = [1, 2], [1, 3], [1, 4]
@@ -29,9 +30,10 @@ def probe(
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=100))
     serving = SimpleNamespace(dtype=dtype, context_length=64, concurrency=2)
     model: Any = SimpleNamespace(config=config, device=torch.device(device))
-    engine = {"engine": {"imitated": {"int8 inputs": 2}} if is_imitated else {}}
+    hardware = {"device": "cpu x86_64" if device == "cpu" else "NVIDIA H200"}
+    facts = {"engine": {"imitated": {"int8 inputs": 2}} if is_imitated else {}, "hardware": hardware}
     sides: dict[str, Any] = {"model": model, "scorer": model, "serving": serving, "batching": None}
-    loaded = LoadedModel("m", tokenizer=None, facts=engine, config={}, **sides)
+    loaded = LoadedModel("m", tokenizer=None, facts=facts, config={}, **sides)
     monkeypatch.setattr(server, "loaded", loaded, raising=False)
     monkeypatch.setattr(server, "_manager", None, raising=False)
     left = iter(answers)
@@ -66,3 +68,19 @@ def test_float32_is_exact_unless_a_gpu_imitates_inputs(
         probe(monkeypatch, [FIRST, CACHED, OTHER], dtype="float32", device="cuda", is_imitated=True)
     with pytest.raises(EngineError, match="the server is not greedy"):
         probe(monkeypatch, [FIRST, CACHED, CACHED], dtype="float32", device=device, is_imitated=is_imitated)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "engine", "expected"),
+    [
+        ("float32", "NVIDIA H200", {"imitated": {"fp8 inputs": 2}}, False),
+        ("float32", "NVIDIA H200", {}, True),
+        ("float32", "cpu x86_64", {"imitated": {"fp8 inputs": 2}}, True),
+        ("bfloat16", "cpu x86_64", {}, False),
+    ],
+)
+def test_the_benchmark_and_the_server_agree_on_what_is_exact(
+    dtype: str, device: str, engine: dict[str, Any], expected: bool
+) -> None:
+    """The benchmark refused candidates for a near tie that the server itself expects on a GPU."""
+    assert is_exact(dtype, {"engine": engine, "hardware": {"device": device}}) == expected

@@ -19,6 +19,7 @@ import pytest
 
 import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
+from pipeline.products.text.evals import jobs
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.generation import join_repeats
 from pipeline.products.text.evals.known_tasks import digest_evalsets
@@ -242,6 +243,27 @@ def test_metrics_that_can_not_judge_are_told_before_any_work(
     assert str(caught.value).startswith(f"products.agent.evals.e.task: {problem}")
 
 
+def test_answers_that_another_release_judged_are_asked_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its filters and metrics are in no file of a task: a new candidate was judged by others than the reference."""
+    write_lines(Path("data/test.jsonl"), CASES)
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
+    project.run()
+    num_asked = len(project.endpoint.asked)
+    monkeypatch.setattr(jobs, "version", lambda library: f"another {library}")
+    project.run()
+    assert len(project.endpoint.asked) == num_asked > 0
+
+
+def test_an_answer_without_a_token_of_its_own_is_refused(project: Project) -> None:
+    """It was scored as the whole text, which no other answer is as unlikely as: it was never picked."""
+    write_lines(Path("data/test.jsonl"), CASES)
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/test.jsonl"}}}
+    project.write_task(**files, doc_to_choice=["yes", "no"], target_delimiter="")
+    said = "e: expected an answer of a token or more behind the question of case 'mine-0', got 'yes'"
+    with pytest.raises(SettingsError, match=said):
+        project.run()
+
+
 @pytest.mark.parametrize("num_fewshot", [0, 1])
 def test_equal_questions_are_one_cluster_whatever_their_fields_say(project: Project, num_fewshot: int) -> None:
     """Ten questions copied twenty times, each with an id and a cluster of its own, proved a loss of 1.79 points."""
@@ -337,6 +359,7 @@ def test_a_clone_elsewhere_has_the_same_digest(tmp_path: Path, monkeypatch: pyte
         monkeypatch.chdir(root)
         write_lines(Path("tasks/test.jsonl"), CASES)
         Path("tasks/code.py").write_text(CODE)
+        Path("tasks/right.txt").write_text("yes")
         files = {"data_files": {"test": "tasks/test.jsonl"}}
         task = json.dumps(TASK | {"dataset_path": "json", "dataset_kwargs": files}).removesuffix("}")
         Path("tasks/mine.yaml").write_text(task + ', "process_results": !function code.read_results}')

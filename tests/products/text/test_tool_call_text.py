@@ -43,6 +43,9 @@ def test_a_call_is_read_in_each_way_of_writing(text: str, content: str, num_call
         "[1]",
         f"<tool_call>{AGENT}",
         f"<tool_call>{AGENT[:-1]}</tool_call>",
+        '{"name":"order","arguments":{"id":"\\ud83d"}}',
+        '{"name":"order","arguments":' + '{"a":' * 5000,
+        "[" * 5000,
     ],
 )
 def test_what_is_no_whole_call_stays_text_to_the_letter(text: str) -> None:

@@ -31,6 +31,7 @@ from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_
 from pipeline.products.text.benchmark.streaming import DEFINITIONS
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.serving.exactness import is_exact
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.benchmarks import Benchmark, Cell, Machine, Probe, Side
@@ -149,7 +150,7 @@ async def _serve(
                 client,
                 http,
                 expected,
-                is_exact=is_ours and candidate.serving.dtype == "float32",
+                is_exact=is_ours and is_exact(candidate.serving.dtype, engine.facts),
                 has_drafts=is_ours and candidate.serving.speculative is not None,
             ),
             client,

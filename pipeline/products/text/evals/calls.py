@@ -18,16 +18,35 @@ from pipeline.evalsets.cases import Call
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import ChatEval
 
+MAX_NESTING = 64  # of a call's arguments: a broken model writes brackets without end
+
 
 def parse_call(reply: Reply) -> Call | None:
-    """Return the first call of a reply, or None when it holds none that can be read."""
+    """Return the first call of a reply, or None when it holds none that can be read, and written again."""
     try:
         if reply.tool_calls:
             function = reply.tool_calls[0]["function"]
-            return Call(name=function["name"], arguments=json.loads(function["arguments"] or "{}"))
-        return Call.model_validate(json.loads(reply.text))
-    except (KeyError, TypeError, ValueError, ValidationError):
+            call = Call(name=function["name"], arguments=json.loads(function["arguments"] or "{}"))
+        else:
+            call = Call.model_validate(json.loads(reply.text))
+        # half of a pair of escapes is JSON, and no text
+        json.dumps(call.model_dump(), ensure_ascii=False).encode()
+    except (KeyError, TypeError, ValueError, ValidationError, RecursionError):
         return None
+    return None if _is_nested(call.arguments) else call
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a JSON value is nested more deeply than any tool asks for."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
 
 
 def format_reply(reply: Reply) -> str:

@@ -170,10 +170,18 @@ class EndpointLM(LM):
         """Return the tokens of contexts and continuations; refuse to ask where a question would lose its beginning.
 
         Raises:
-            SettingsError: names the first case that is too long, its tokens and the limit.
+            SettingsError: names the first case that is too long, its tokens and the limit; or one whose answer has no
+                token of its own.
         """
         encoded, limit = self._encode_pairs([request.args for request in requests]), self._context.context_length
         for request, (context, continuation) in zip(requests, encoded, strict=True):
+            if not continuation:
+                case = name_case(request.task_name, request.doc, request.doc_id)
+                raise SettingsError(
+                    f"evals.{self._context.name}: expected an answer of a token or more behind the question of case "
+                    f"{case!r}, got {request.args[1]!r}, which is empty or which the tokenizer makes one with the "
+                    "question; correct the case, or the task's target_delimiter"
+                )
             if (size := len(context) + len(continuation) - 1) > limit:  # the last token is predicted, never read
                 case = name_case(request.task_name, request.doc, request.doc_id)
                 raise SettingsError(

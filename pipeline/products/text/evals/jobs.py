@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from pipeline.evalsets.cards import Evalset, load_evalset
@@ -48,12 +49,15 @@ def describe_evals(
 ) -> list[EvalJob]:
     """Return the evals with what says whether records can be used again; imports lm-eval where one needs it."""
     asked, code = [candidate.serving.max_tokens], digest_code("evaluate", "text")
+    judges = [version(library) for library in ("lm-eval", "datasets")]  # its filters and metrics are in no task's files
     evals = []
     for name, settings in product.evals.items():
         if isinstance(settings, HarnessEval):
             task, is_plain = load_task(name, settings), not has_chat_template(product, root)
             import_library(name, settings)
-            key = digest_json([settings.model_dump(), *asked, task.digest, code, *(["plain"] if is_plain else [])])
+            key = digest_json(
+                [settings.model_dump(), *asked, task.digest, code, *judges, *(["plain"] if is_plain else [])]
+            )
             evals.append(EvalJob(name, settings, None, task.digest, key, task.questions, is_plain))
             continue
         evalset = evalsets[name]

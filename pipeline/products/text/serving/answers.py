@@ -233,7 +233,10 @@ def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
         if len(tops) != num_tokens - 1 or token_logprobs.shape != (num_tokens - 1,):
             raise NonsenseError(f"{expected}, got those of {len(tops) + 1}")
         if not np.isfinite(token_logprobs).all():
-            raise NonsenseError(f"{expected}, got log-probabilities that are not numbers")
+            raise NonsenseError(
+                f"{expected}, got log-probabilities that are not numbers, as of a model whose logits overflow: look at "
+                "its weights, or serve it in another serving.dtype"
+            )
         # servers may add the given token to the top list, in front of it: sort, then cut
         rows = [
             row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top]) for row in tops

@@ -20,6 +20,7 @@ from pipeline.products.text.model_config import read_config
 from pipeline.products.text.model_loading import estimate_load_bytes, load_model, load_tokenizer
 from pipeline.products.text.schemes import read_format, unpacks_to_bfloat16
 from pipeline.products.text.serving.batching import Batching, plan_batching
+from pipeline.products.text.serving.exactness import is_exact
 from pipeline.products.text.serving.sizing import check_room, read_device
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
@@ -50,12 +51,8 @@ class LoadedModel:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an answer is the same in any batch: in float32, unless a last bit can turn a whole step of an input.
-
-        It can where inputs are imitated in few bits on a GPU, which sums otherwise for each shape of a batch.
-        """
-        is_stepped = "imitated" in self.facts["engine"] and self.model.device.type == "cuda"
-        return self.serving.dtype == "float32" and not is_stepped
+        """Whether an answer is the same in any batch."""
+        return is_exact(self.serving.dtype, self.facts)
 
     @property
     def fingerprint(self) -> str:
@@ -263,7 +260,8 @@ def greedy_config(model: Any, tokenizer: Any) -> Any:
     from transformers import GenerationConfig
 
     source = model.generation_config
-    end = source.eos_token_id if source.eos_token_id is not None else model.config.eos_token_id
+    end = source.eos_token_id  # a composite config has none of its own
+    end = end if end is not None else getattr(model.config.get_text_config(), "eos_token_id", None)
     end = end if end is not None else tokenizer.eos_token_id
     pad = source.pad_token_id if source.pad_token_id is not None else tokenizer.pad_token_id
     first_end = end[0] if isinstance(end, list) else end

@@ -71,7 +71,8 @@ def _read_objects(text: str) -> list[WrittenCall]:
     while position < len(text):
         try:
             value, end = _DECODER.raw_decode(text, position)
-        except ValueError:
+            _write(value).encode()  # half of a pair of escapes is JSON, and no text
+        except (ValueError, RecursionError):  # of brackets without end
             return []
         arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
         if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
