@@ -198,7 +198,8 @@ def test_an_edited_case_is_asked_anew_however_its_file_is_named(project: Project
 @pytest.mark.parametrize("kind", ["group", "tag"])
 def test_members_of_a_group_are_one_suite_with_a_bucket_each(project: Project, kind: str) -> None:
     """A task such as mmlu was asked as a whole, and then failed with "KeyError: 'mmlu'"."""
-    write_lines(Path("data/test.jsonl"), [case | {"id": f"q-{i}", "buckets": ["own"]} for i, case in enumerate(CASES)])
+    cases: list[dict[str, Any]] = [case | {"id": f"q-{i}", "buckets": ["own"]} for i, case in enumerate(CASES)]
+    write_lines(Path("data/test.jsonl"), cases)
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/test.jsonl"}}}
     tag = {"tag": "both"} if kind == "tag" else {}
     project.write_task(**files, **tag)
