@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image, ImageDraw
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
@@ -20,7 +21,7 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import KINDS
 from pipeline.products.vision.show import plots as network_plots
-from pipeline.products.vision.show.boxes import find_lost, list_losses, read_found
+from pipeline.products.vision.show.boxes import FOUND, Found, draw_boxes, find_lost, list_losses, read_found
 from pipeline.products.vision.show.costs import tabulate_network_costs
 from pipeline.products.vision.show.seams import cut_strip
 from pipeline.products.vision.show.sections import describe_fallbacks
@@ -628,6 +629,41 @@ def test_an_output_that_holds_no_boxes_is_told(output: str) -> None:
     record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
     with pytest.raises(EvidenceError, match="expected COCO results"):
         read_found(record, table)
+
+
+@pytest.mark.parametrize("side", [1e8, 1e20, 1e308])
+def test_huge_boxes_are_drawn_no_farther_than_the_picture(monkeypatch: pytest.MonkeyPatch, side: float) -> None:
+    """Pillow draws an outline pixel by pixel, those outside of the picture, too: a broken detector hung the report."""
+    picture, drawn = np.zeros((40, 60, 3), dtype=np.uint8), []
+    draw = ImageDraw.ImageDraw.rectangle
+
+    def spy(pen: ImageDraw.ImageDraw, corners: tuple[float, ...], **named: Any) -> None:
+        drawn.append(np.abs(corners).max())
+        if drawn[-1] < 1e4:
+            draw(pen, corners, **named)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "rectangle", spy)
+    huge = np.array([[-side, 10, side, 20], [-side, -side, 1.5 * side, side + 10], [30, 10, side, side]])
+    none = Found(np.zeros((0, 4)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+    found = Found(huge, np.ones(3, dtype=np.int64), np.array([True, True, False]))
+    shown = draw_boxes(picture, found, found)
+    assert max(drawn) < 1000, "pixels of a picture that is enlarged to 640"
+    same = np.array([[-100.0, 10, 100, 20], [-100, -100, 200, 100], [30, 10, 100, 100]])
+    same[1, 3] = 110 if side == 1e8 else 100  # 10 pixels are nothing beside 1e20
+    near = Found(same, found.categories, found.is_hit)
+    assert shown.any() and np.array_equal(shown, draw_boxes(picture, near, near))
+    assert not draw_boxes(picture, none, none).any()
+
+
+def test_boxes_that_end_outside_of_a_picture_are_drawn_as_pillow_draws_them() -> None:
+    """Clipped to the picture or to one width of a line, a box just outside of it left pixels on its edge."""
+    rng, picture = np.random.default_rng(0), np.zeros((64, 64, 3), dtype=np.uint8)
+    for box in np.concatenate([rng.uniform(-9, 70, (200, 2)), rng.uniform(0, 9, (200, 2))], axis=1):
+        plain = Image.new("RGB", (640, 640))
+        left, top, across, down = 10 * box
+        ImageDraw.Draw(plain).rectangle((left, top, left + across, top + down), outline=FOUND, width=2)
+        found = Found(box[None], np.ones(1, dtype=np.int64), np.ones(1, dtype=bool))
+        assert np.array_equal(draw_boxes(picture, found, found.select(np.zeros(1, dtype=bool))), np.asarray(plain))
 
 
 def test_pictures_are_ordered_by_what_is_lost(judged: ReleaseComparison) -> None:

@@ -162,6 +162,16 @@ def draw_boxes(picture: Picture, found: Found, lost: Found, *, boldness: int = 1
         (FOUND, found.boxes[found.is_hit], width),
         (LOST, lost.boxes, 2 * width),
     ):
-        for left, top, across, down in boxes * factor:
-            pen.rectangle((left, top, left + across, top + down), outline=colour, width=line)
+        for left, top, right, bottom in _find_corners(boxes, factor, image.size, 2 * line).tolist():
+            pen.rectangle((left, top, right, bottom), outline=colour, width=line)
     return np.asarray(image)
+
+
+def _find_corners(boxes: Floats, factor: int, size: tuple[int, int], margin: int) -> Floats:
+    """Return left, top, right and bottom [num, 4] on an enlarged picture, outside of it by no more than a margin.
+
+    Pillow draws an outline pixel by pixel, those outside of the picture, too: a box of 1e20 pixels took minutes.
+    """
+    with np.errstate(over="ignore"):  # of a box as wide as a float goes: infinity is clipped as well
+        corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1) * factor
+    return np.clip(corners, -margin, np.array([*size, *size]) + margin)
