@@ -25,7 +25,7 @@ from pipeline.products.vision.show.boxes import FOUND, Found, draw_boxes, find_l
 from pipeline.products.vision.show.costs import tabulate_network_costs
 from pipeline.products.vision.show.seams import cut_strip
 from pipeline.products.vision.show.sections import describe_fallbacks
-from pipeline.records.detections import Detections, match_image
+from pipeline.records.detections import Detections, Objects, match_image
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, Evaluation, Fallback
 from pipeline.records.record_files import read_record, write_record
@@ -583,17 +583,26 @@ def test_evidence_that_is_gone_is_refused_and_reported(small: Path, tmp_path: Pa
     draw_all(compared, tmp_path)
 
 
-def found(boxes: list[list[float]], scores: list[float], categories: list[int] | None = None, *, hits: int = 9) -> Any:
-    """Return what is read of a record whose first boxes are objects."""
+def found(
+    boxes: list[list[float]],
+    scores: list[float],
+    categories: list[int] | None = None,
+    *,
+    hits: int = 9,
+    crowds: int = 0,
+    known: tuple[int, ...] = (1, 2),
+) -> Any:
+    """Return what is read of a record whose first boxes are objects, and the first of these crowds."""
     categories = categories or [1] * len(boxes)
-    people = make_people(np.random.default_rng(0), num_large=0, num_small=0)
-    detections = Detections(np.array(boxes, dtype=float), np.zeros(len(boxes), dtype=np.int64), np.array(scores))
-    truth = people.__class__(
+    is_known = np.isin(categories, known)
+    classes = np.searchsorted(known, categories)
+    truth = Objects(
         np.array(boxes[:hits], dtype=float),
-        np.zeros(len(boxes[:hits]), dtype=np.int64),
+        classes[:hits],
         np.full(len(boxes[:hits]), 100.0),
-        np.zeros(len(boxes[:hits]), dtype=bool),
+        np.arange(len(boxes[:hits])) < crowds,
     )
+    detections = Detections(np.array(boxes, dtype=float)[is_known], classes[is_known], np.array(scores)[is_known])
     output = json.dumps(
         [
             {"bbox": box, "score": score, "category_id": category}
@@ -601,7 +610,7 @@ def found(boxes: list[list[float]], scores: list[float], categories: list[int] |
         ]
     )
     record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
-    return read_found(record, match_image(truth, detections, num_classes=1))
+    return read_found(record, match_image(truth, detections, num_classes=len(known)))
 
 
 A, B, C = [0.0, 0.0, 10.0, 10.0], [50.0, 0.0, 10.0, 10.0], [90.0, 0.0, 10.0, 10.0]
@@ -620,6 +629,34 @@ def test_the_order_of_the_adapter_does_not_change_which_boxes_are_objects() -> N
     """Boxes lie in the record as the adapter wrote them, flags in the table by score."""
     read = found([A, B, C], [0.4, 0.9, 0.6], hits=2)
     assert read.is_hit.tolist() == [True, True, False]
+
+
+def test_of_equal_scores_each_box_is_what_it_was_matched_as() -> None:
+    """Told apart by score alone, a false alarm was a hit, '2 of 1' found, and what it covered was not lost."""
+    read = found([A, B], [1.0, 1.0], hits=1)
+    assert read.boxes.tolist() == [A, B] and read.is_hit.tolist() == [True, False]
+    read = found([A, B, C], [1.0, 1.0, 1.0], [2, 1, 1], hits=1)
+    assert read.categories.tolist() == [2, 1, 1] and read.is_hit.tolist() == [True, False, False]
+
+
+def test_boxes_that_do_not_count_are_not_drawn() -> None:
+    """A person in a crowd, a category that no annotation has and the 101st of a class were drawn as false alarms."""
+    assert found([A, B, C], [0.9, 0.8, 0.7], hits=2, crowds=1).boxes.tolist() == [B, C]
+    read = found([A, B, C], [0.9, 0.8, 0.9], [2, 1, 2], hits=1, known=(2,))
+    assert read.boxes.tolist() == [A, C] and read.is_hit.tolist() == [True, False]
+    read = found([A, *[B] * 100, C], [0.5, *[0.9] * 100, 0.9], hits=1)
+    assert read.boxes.tolist() == [B] * 100 and not read.is_hit.any()
+
+
+@pytest.mark.parametrize("scores", [[], [0.9], [0.9, 0.9], [0.9, 0.8, 0.7]])
+def test_an_output_that_was_not_matched_is_told(scores: list[float]) -> None:
+    """By position any box would take the flags of another."""
+    people = make_people(np.random.default_rng(0), num_large=2, num_small=0)
+    table = match_image(people, Detections(people.boxes, people.classes, np.array([0.9, 0.7])), num_classes=1)
+    output = json.dumps([{"bbox": A, "score": score, "category_id": 1} for score in scores])
+    record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
+    with pytest.raises(EvidenceError, match="'c': expected the results of its output .* 2 scores of class 0; run"):
+        read_found(record, table)
 
 
 @pytest.mark.parametrize("output", ["", "{}", "[1]", '[{"bbox": [1], "score": 1, "category_id": 1}]', "[{}]"])
