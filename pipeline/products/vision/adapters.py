@@ -9,8 +9,8 @@
                                    columns, 3)
 
 The file is code of the project that runs it, never of a checkpoint that was downloaded, and weights are never
-unpickled. What goes wrong in it is one line with its file and line. Not covered: a change in a file that it imports,
-which no digest sees.
+unpickled. What goes wrong in it is one line with its file and line; a device without memory is none of its errors. Not
+covered: a change in a file that it imports, which no digest sees.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.records.digests import digest_bytes, digest_text
+from pipeline.running.gpu_failures import describe_gpu_failure
 
 FUNCTIONS = ("build", "preprocess", "postprocess")
 
@@ -82,6 +83,9 @@ def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[...,
         try:
             return function(*arguments)
         except (Exception, SystemExit) as error:
+            # not the adapter's fault; of these two types the pool of workers says what failed
+            if isinstance(error, (RuntimeError, MemoryError)) and describe_gpu_failure(error, remedy=""):
+                raise
             raise EngineError(
                 f"{path}: {name}() failed: {format_adapter_error(error, path)}; "
                 "correct the adapter, or what it is given"

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from pipeline.errors import NumericsError
 from pipeline.numerics.activation_watch import ActivationWatch
 
 Run = Callable[[], object]
+Call = tuple[str, int]  # a layer, and which of its calls in a run
+Shapes = dict[str, list[tuple[int, ...]]]  # of each output, by layer
 
+_MAX_HELD = 512 << 20  # bytes
 _LAYERS = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 
 
@@ -74,12 +78,13 @@ def compare_layers(
 ) -> dict[str, LayerNumerics]:
     """Run both networks on each input and compare every Conv2d, ConvTranspose2d and Linear.
 
-    The outputs of all layers of the reference are held for one input at a time.
+    The outputs of the reference's layers are held for one input at a time, until the candidate has written its own.
+    Where they are more than 512 MiB, both networks run again for those that are left.
 
     Args:
         reference: in float32.
         candidate: with layers of the same names, which run in the same order on tensors of the same shapes.
-        runs: what runs the reference, and the candidate, on one input.
+        runs: what runs the reference, and the candidate, on one input, the same at each call.
         dtypes: the candidate's, by layer, for the headroom; float32 where a layer is not named.
 
     Returns:
@@ -95,10 +100,14 @@ def compare_layers(
         raise NumericsError(f"layer numerics: expected two networks with the same layers, {odd!r} is in one only")
     errors, watch, num_inputs = {name: RunningError() for name in names}, ActivationWatch(candidate), 0
     for run_reference, run_candidate in runs:
-        expected = _collect(expected_names, run_reference)
-        with watch:
-            actual = _collect(names, run_candidate)
-        _add(errors, expected, actual)
+        start, num_calls = 0, 1
+        while start < num_calls:  # once, but for networks that write much
+            held = _Held(start)
+            expected = _hear(expected_names, run_reference, held.hold)
+            with nullcontext() if start else watch:  # it adds up over runs
+                actual = _hear(names, run_candidate, partial(held.compare, errors))
+            _check_shapes(expected, actual)
+            start, num_calls = held.end, held.num_calls
         num_inputs += 1
     if not num_inputs:
         raise NumericsError("layer numerics: expected one input or more, got none")
@@ -121,32 +130,54 @@ def _list_layers(network: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in network.named_modules() if isinstance(module, _LAYERS)}
 
 
-def _collect(layers: Mapping[str, nn.Module], run: Run) -> dict[str, list[torch.Tensor]]:
-    """Return what each layer writes in one run, a tensor for each time that it is called."""
-    written: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+def _hear(layers: Mapping[str, nn.Module], run: Run, take: Callable[[Call, torch.Tensor], None]) -> Shapes:
+    """Run a network, hand on what its layers write as they write it, and return the shapes of each layer's outputs."""
+    shapes: Shapes = {name: [] for name in layers}
+
+    def hear(name: str, output: torch.Tensor) -> None:
+        take((name, len(shapes[name])), output)
+        shapes[name].append(tuple(output.shape))
+
     with ExitStack() as stack:
         for name, module in layers.items():
-            # cloned, as an activation may write over the output in place
-            handle = module.register_forward_hook(lambda _m, _i, out, kept=written[name]: kept.append(out.clone()))
+            handle = module.register_forward_hook(lambda _m, _i, out, name=name: hear(name, out))
             stack.callback(handle.remove)
         run()
-    return written
+    return shapes
 
 
-def _add(
-    errors: Mapping[str, RunningError],
-    expected: Mapping[str, list[torch.Tensor]],
-    actual: Mapping[str, list[torch.Tensor]],
-) -> None:
-    for name, difference in errors.items():
-        shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, actual)]
-        if shapes[0] != shapes[1]:
+class _Held:
+    """What the reference's layers wrote in one run, until the candidate has written its own.
+
+    Calls are counted over all layers: those from `start` up to `end` are held, as many as `_MAX_HELD` allows.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.outputs: dict[Call, torch.Tensor] = {}
+        self.end, self.num_calls, self.num_bytes = start, 0, 0
+
+    def hold(self, call: Call, output: torch.Tensor) -> None:
+        """Take an output in where it comes next and there is room; one always has."""
+        is_next, num_bytes = self.num_calls == self.end, self.num_bytes + output.numel() * output.element_size()
+        self.num_calls += 1
+        if is_next and (not self.outputs or num_bytes <= _MAX_HELD):
+            self.outputs[call] = output.clone()  # as an activation may write over the output in place
+            self.end, self.num_bytes = self.num_calls, num_bytes
+
+    def compare(self, errors: Mapping[str, RunningError], call: Call, output: torch.Tensor) -> None:
+        """Take in the error of an output, and let go of what was expected."""
+        expected = self.outputs.pop(call, None)
+        if expected is not None and expected.shape == output.shape:  # others are refused once the networks have run
+            errors[call[0]].add(expected, output)
+
+
+def _check_shapes(expected: Shapes, actual: Shapes) -> None:
+    for name, shapes in actual.items():
+        if expected[name] != shapes:
             raise NumericsError(
-                f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
+                f"{name}: expected the reference's output shapes {expected[name]}, got {shapes}; layers "
                 "are compared on whole inputs, without tiles"
             )
-        for pair in zip(expected[name], actual[name], strict=True):
-            difference.add(*pair)
 
 
 def shorten(value: float | int | None) -> float | int | None:

@@ -107,6 +107,35 @@ def test_an_error_names_the_deepest_line_of_the_adapter(
         adapter.build({})
 
 
+@pytest.mark.parametrize("function", ["build", "preprocess", "postprocess"])
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        ("torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')", torch.OutOfMemoryError),
+        ("RuntimeError('CUDA error: unspecified launch failure')", RuntimeError),
+        ("MemoryError", MemoryError),
+    ],
+    ids=["full", "dead", "host"],
+)
+def test_a_device_that_fails_is_not_the_adapters_error(
+    tmp_path: Path, function: str, raised: str, kind: type[BaseException]
+) -> None:
+    """A full GPU was told as 'correct the adapter', and without the remedy, which is a smaller batch."""
+    text = f"import torch\n{PLAIN}\n\ndef {function}(*_):\n    raise {raised}\n"
+    adapter = load_adapter(write(tmp_path, text))
+    with pytest.raises(kind) as caught:
+        getattr(adapter, function)({})
+    assert caught.type is kind
+
+
+@pytest.mark.parametrize("kind", ["SystemExit", "ValueError"])
+def test_an_adapter_that_catches_a_full_device_is_told_in_one_line(tmp_path: Path, kind: str) -> None:
+    """Let through, the one ends a worker in silence, and the other is a traceback."""
+    adapter = load_adapter(write(tmp_path, PLAIN.replace("return 1", f"raise {kind}('CUDA out of memory')")))
+    with pytest.raises(EngineError, match=rf"build\(\) failed: {kind}: CUDA out of memory \(line 2\)"):
+        adapter.build({})
+
+
 def test_an_error_outside_of_the_adapter_has_its_calling_line(tmp_path: Path) -> None:
     adapter = load_adapter(write(tmp_path, "import json\n" + PLAIN.replace("return 1", "return json.loads('{')")))
     with pytest.raises(EngineError, match=r"build\(\) failed: JSONDecodeError: .* \(line 3\)"):

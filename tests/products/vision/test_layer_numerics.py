@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import NumericsError
+from pipeline.errors import EngineError, NumericsError
+from pipeline.products.vision import layer_numerics
 from pipeline.products.vision.conv_policy import ConvArithmetic, apply_policy
 from pipeline.products.vision.layer_numerics import LayerNumerics, build_layer_notes, compare_layers
 
@@ -125,6 +127,64 @@ def test_a_layer_that_runs_twice_is_compared_twice() -> None:
 
     found = compare(Twice(1), Twice(2), [torch.ones(1, 4)], dtypes={})
     assert list(found) == ["head"] and found["head"].relative_error == pytest.approx(math.sqrt(1 / 2))
+
+
+def count_held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many copies of outputs are alive, noted at each copy."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    counts, clone = [], torch.Tensor.clone
+
+    def spy(tensor: torch.Tensor, **named: Any) -> torch.Tensor:
+        copied = clone(tensor, **named)
+        alive.add(copied)
+        counts.append(len(alive))
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "clone", spy)
+    return counts
+
+
+def test_only_what_the_reference_wrote_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both networks' outputs were held until the end: 500 MiB for 40 layers of 4 MiB."""
+    reference, candidate = build(), build(in_place=True)
+    counts = count_held(monkeypatch)
+    compare(reference, candidate, draw(), dtypes={})
+    assert max(counts) == 3, "layers of one network, for one input"
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(0, 1), (4 * 4096, 4), (5 * 4096 - 1, 4), (7 * 4096, 7)])
+def test_no_more_is_held_than_is_allowed_and_the_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, most: int
+) -> None:
+    """All outputs of 350 layers at 512 x 512 are 14 GB; a layer's NaN counted in each pass is many times too often."""
+    torch.manual_seed(0)
+    shared = nn.Conv2d(4, 4, 3, padding=1)  # called in several passes
+    reference = nn.Sequential(*(m for _ in range(5) for m in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), shared)))
+    candidate = spoil(reference, (0, 0, 0, 0), math.nan)
+    for parameter in candidate.parameters():
+        parameter.data.mul_(1.01)
+    inputs = [torch.randn(1, 4, 16, 16) for _ in range(2)]  # 4096 bytes, as each of ten outputs
+    whole = compare(reference, candidate, inputs, dtypes={})
+    monkeypatch.setattr(layer_numerics, "_MAX_HELD", num_bytes)
+    counts = count_held(monkeypatch)
+    assert compare(reference, candidate, inputs, dtypes={}) == whole
+    assert max(counts) == most and len(counts) == 2 * 10
+    assert whole["0"].nonfinite_count == 2 and 0 < whole["2"].relative_error < 1
+
+
+def test_what_cannot_be_paired_is_no_error_of_the_network() -> None:
+    """Raised inside of its run, it would be told as the network's own, which stops the evaluation."""
+
+    def run_candidate() -> None:
+        try:
+            candidate(torch.ones(1, 3, 8, 8))
+        except NumericsError as error:
+            raise EngineError("the module failed") from error
+
+    reference, candidate = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, padding=1)
+    runs = [(partial(reference, torch.ones(1, 3, 8, 8)), run_candidate)]
+    with pytest.raises(NumericsError, match="without tiles"):
+        compare_layers(reference, candidate, runs, dtypes={})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image, ImageDraw
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
@@ -20,11 +21,11 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import KINDS
 from pipeline.products.vision.show import plots as network_plots
-from pipeline.products.vision.show.boxes import find_lost, list_losses, read_found
+from pipeline.products.vision.show.boxes import FOUND, Found, draw_boxes, find_lost, list_losses, read_found
 from pipeline.products.vision.show.costs import tabulate_network_costs
 from pipeline.products.vision.show.seams import cut_strip
 from pipeline.products.vision.show.sections import describe_fallbacks
-from pipeline.records.detections import Detections, match_image
+from pipeline.records.detections import Detections, Objects, match_image
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, Evaluation, Fallback
 from pipeline.records.record_files import read_record, write_record
@@ -582,17 +583,26 @@ def test_evidence_that_is_gone_is_refused_and_reported(small: Path, tmp_path: Pa
     draw_all(compared, tmp_path)
 
 
-def found(boxes: list[list[float]], scores: list[float], categories: list[int] | None = None, *, hits: int = 9) -> Any:
-    """Return what is read of a record whose first boxes are objects."""
+def found(
+    boxes: list[list[float]],
+    scores: list[float],
+    categories: list[int] | None = None,
+    *,
+    hits: int = 9,
+    crowds: int = 0,
+    known: tuple[int, ...] = (1, 2),
+) -> Any:
+    """Return what is read of a record whose first boxes are objects, and the first of these crowds."""
     categories = categories or [1] * len(boxes)
-    people = make_people(np.random.default_rng(0), num_large=0, num_small=0)
-    detections = Detections(np.array(boxes, dtype=float), np.zeros(len(boxes), dtype=np.int64), np.array(scores))
-    truth = people.__class__(
+    is_known = np.isin(categories, known)
+    classes = np.searchsorted(known, categories)
+    truth = Objects(
         np.array(boxes[:hits], dtype=float),
-        np.zeros(len(boxes[:hits]), dtype=np.int64),
+        classes[:hits],
         np.full(len(boxes[:hits]), 100.0),
-        np.zeros(len(boxes[:hits]), dtype=bool),
+        np.arange(len(boxes[:hits])) < crowds,
     )
+    detections = Detections(np.array(boxes, dtype=float)[is_known], classes[is_known], np.array(scores)[is_known])
     output = json.dumps(
         [
             {"bbox": box, "score": score, "category_id": category}
@@ -600,7 +610,7 @@ def found(boxes: list[list[float]], scores: list[float], categories: list[int] |
         ]
     )
     record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
-    return read_found(record, match_image(truth, detections, num_classes=1))
+    return read_found(record, match_image(truth, detections, num_classes=len(known)))
 
 
 A, B, C = [0.0, 0.0, 10.0, 10.0], [50.0, 0.0, 10.0, 10.0], [90.0, 0.0, 10.0, 10.0]
@@ -621,6 +631,34 @@ def test_the_order_of_the_adapter_does_not_change_which_boxes_are_objects() -> N
     assert read.is_hit.tolist() == [True, True, False]
 
 
+def test_of_equal_scores_each_box_is_what_it_was_matched_as() -> None:
+    """Told apart by score alone, a false alarm was a hit, '2 of 1' found, and what it covered was not lost."""
+    read = found([A, B], [1.0, 1.0], hits=1)
+    assert read.boxes.tolist() == [A, B] and read.is_hit.tolist() == [True, False]
+    read = found([A, B, C], [1.0, 1.0, 1.0], [2, 1, 1], hits=1)
+    assert read.categories.tolist() == [2, 1, 1] and read.is_hit.tolist() == [True, False, False]
+
+
+def test_boxes_that_do_not_count_are_not_drawn() -> None:
+    """A person in a crowd, a category that no annotation has and the 101st of a class were drawn as false alarms."""
+    assert found([A, B, C], [0.9, 0.8, 0.7], hits=2, crowds=1).boxes.tolist() == [B, C]
+    read = found([A, B, C], [0.9, 0.8, 0.9], [2, 1, 2], hits=1, known=(2,))
+    assert read.boxes.tolist() == [A, C] and read.is_hit.tolist() == [True, False]
+    read = found([A, *[B] * 100, C], [0.5, *[0.9] * 100, 0.9], hits=1)
+    assert read.boxes.tolist() == [B] * 100 and not read.is_hit.any()
+
+
+@pytest.mark.parametrize("scores", [[], [0.9], [0.9, 0.9], [0.9, 0.8, 0.7]])
+def test_an_output_that_was_not_matched_is_told(scores: list[float]) -> None:
+    """By position any box would take the flags of another."""
+    people = make_people(np.random.default_rng(0), num_large=2, num_small=0)
+    table = match_image(people, Detections(people.boxes, people.classes, np.array([0.9, 0.7])), num_classes=1)
+    output = json.dumps([{"bbox": A, "score": score, "category_id": 1} for score in scores])
+    record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
+    with pytest.raises(EvidenceError, match="'c': expected the results of its output .* 2 scores of class 0; run"):
+        read_found(record, table)
+
+
 @pytest.mark.parametrize("output", ["", "{}", "[1]", '[{"bbox": [1], "score": 1, "category_id": 1}]', "[{}]"])
 def test_an_output_that_holds_no_boxes_is_told(output: str) -> None:
     people = make_people(np.random.default_rng(0), num_large=1, num_small=0)
@@ -628,6 +666,41 @@ def test_an_output_that_holds_no_boxes_is_told(output: str) -> None:
     record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
     with pytest.raises(EvidenceError, match="expected COCO results"):
         read_found(record, table)
+
+
+@pytest.mark.parametrize("side", [1e8, 1e20, 1e308])
+def test_huge_boxes_are_drawn_no_farther_than_the_picture(monkeypatch: pytest.MonkeyPatch, side: float) -> None:
+    """Pillow draws an outline pixel by pixel, those outside of the picture, too: a broken detector hung the report."""
+    picture, drawn = np.zeros((40, 60, 3), dtype=np.uint8), []
+    draw = ImageDraw.ImageDraw.rectangle
+
+    def spy(pen: ImageDraw.ImageDraw, corners: tuple[float, ...], **named: Any) -> None:
+        drawn.append(np.abs(corners).max())
+        if drawn[-1] < 1e4:
+            draw(pen, corners, **named)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "rectangle", spy)
+    huge = np.array([[-side, 10, side, 20], [-side, -side, 1.5 * side, side + 10], [30, 10, side, side]])
+    none = Found(np.zeros((0, 4)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+    found = Found(huge, np.ones(3, dtype=np.int64), np.array([True, True, False]))
+    shown = draw_boxes(picture, found, found)
+    assert max(drawn) < 1000, "pixels of a picture that is enlarged to 640"
+    same = np.array([[-100.0, 10, 100, 20], [-100, -100, 200, 100], [30, 10, 100, 100]])
+    same[1, 3] = 110 if side == 1e8 else 100  # 10 pixels are nothing beside 1e20
+    near = Found(same, found.categories, found.is_hit)
+    assert shown.any() and np.array_equal(shown, draw_boxes(picture, near, near))
+    assert not draw_boxes(picture, none, none).any()
+
+
+def test_boxes_that_end_outside_of_a_picture_are_drawn_as_pillow_draws_them() -> None:
+    """Clipped to the picture or to one width of a line, a box just outside of it left pixels on its edge."""
+    rng, picture = np.random.default_rng(0), np.zeros((64, 64, 3), dtype=np.uint8)
+    for box in np.concatenate([rng.uniform(-9, 70, (200, 2)), rng.uniform(0, 9, (200, 2))], axis=1):
+        plain = Image.new("RGB", (640, 640))
+        left, top, across, down = 10 * box
+        ImageDraw.Draw(plain).rectangle((left, top, left + across, top + down), outline=FOUND, width=2)
+        found = Found(box[None], np.ones(1, dtype=np.int64), np.ones(1, dtype=bool))
+        assert np.array_equal(draw_boxes(picture, found, found.select(np.zeros(1, dtype=bool))), np.asarray(plain))
 
 
 def test_pictures_are_ordered_by_what_is_lost(judged: ReleaseComparison) -> None:

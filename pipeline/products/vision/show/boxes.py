@@ -2,6 +2,8 @@
 
 A record's output holds boxes, and the matched detections beside the records tell which of them are objects, so no
 annotation is needed. Only boxes with a score of 0.3 or more are shown: that is a picture for people, AP counts all.
+What is neither object nor false alarm is left out, too: in a crowd, of a category that no annotation has, or beyond
+100 of a class.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import numpy as np
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
-from pipeline.records.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
+from pipeline.records.detections import (
+    MAX_DETECTIONS,
+    Bools,
+    Floats,
+    Ints,
+    MatchTable,
+    compute_iou,
+    load_matches,
+    unpack,
+)
 from pipeline.records.evaluations import CaseRecord
 from pipeline.report.pictures.images import Picture
 
@@ -51,7 +62,7 @@ def read_found(record: CaseRecord, table: MatchTable) -> Found:
         table: of this picture alone.
 
     Raises:
-        EvidenceError: the output is not a list of COCO results.
+        EvidenceError: the output is not a list of COCO results, or not what the table was made of.
     """
     try:
         results = _check_list(json.loads(record.output))
@@ -63,9 +74,32 @@ def read_found(record: CaseRecord, table: MatchTable) -> Found:
             f"case {record.case_id!r}: expected COCO results as its output, got "
             f"{type(error).__name__} while reading them; run `dvc repro`"
         ) from None
-    # boxes are in the order of the adapter and the table's by score, so the score tells which is which
-    hits = table.scores[unpack(table.matched)[:, list(table.areas).index("all"), 0]]
-    return Found(boxes, categories, np.isin(scores, hits)).select(scores >= SHOWN_FROM)
+    area, rows = list(table.areas).index("all"), _find_rows(record.case_id, categories, scores, table)
+    is_hit, is_judged = np.zeros(len(scores), dtype=bool), np.zeros(len(scores), dtype=bool)
+    is_hit[rows], is_judged[rows] = unpack(table.matched)[:, area, 0], ~unpack(table.ignored)[:, area, 0]
+    return Found(boxes, categories, is_hit).select(is_judged & (scores >= SHOWN_FROM))
+
+
+def _find_rows(case_id: str, categories: Ints, scores: Floats, table: MatchTable) -> Ints:
+    """Return the position [num_rows] of each row's result: results are in the order of the adapter, rows by score.
+
+    A table has classes and no category_ids, but both rise together. So a class is the first category after that of the
+    class before whose scores are the class's own. Categories of the very same scores can't be told apart, which matters
+    where no annotation has the first of them.
+    """
+    order = np.argsort(-scores, kind="stable")  # as it was matched
+    found, left = np.empty(len(table.scores), dtype=np.int64), iter(np.unique(categories).tolist())
+    for number in np.unique(table.classes).tolist():
+        rows = table.classes == number
+        of_categories = (order[categories[order] == category][:MAX_DETECTIONS] for category in left)
+        mine = next((mine for mine in of_categories if np.array_equal(scores[mine], table.scores[rows])), None)
+        if mine is None:
+            raise EvidenceError(
+                f"case {case_id!r}: expected the results of its output as the matched detections have them, got "
+                f"none with the {rows.sum()} scores of class {number}; run `dvc repro`"
+            )
+        found[rows] = mine
+    return found
 
 
 def _check_list(results: Any) -> list[Any]:
@@ -162,6 +196,16 @@ def draw_boxes(picture: Picture, found: Found, lost: Found, *, boldness: int = 1
         (FOUND, found.boxes[found.is_hit], width),
         (LOST, lost.boxes, 2 * width),
     ):
-        for left, top, across, down in boxes * factor:
-            pen.rectangle((left, top, left + across, top + down), outline=colour, width=line)
+        for left, top, right, bottom in _find_corners(boxes, factor, image.size, 2 * line).tolist():
+            pen.rectangle((left, top, right, bottom), outline=colour, width=line)
     return np.asarray(image)
+
+
+def _find_corners(boxes: Floats, factor: int, size: tuple[int, int], margin: int) -> Floats:
+    """Return left, top, right and bottom [num, 4] on an enlarged picture, outside of it by no more than a margin.
+
+    Pillow draws an outline pixel by pixel, those outside of the picture, too: a box of 1e20 pixels took minutes.
+    """
+    with np.errstate(over="ignore"):  # of a box as wide as a float goes: infinity is clipped as well
+        corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1) * factor
+    return np.clip(corners, -margin, np.array([*size, *size]) + margin)
