@@ -948,6 +948,22 @@ def test_a_card_names_the_categories_of_its_annotations(project: Path, names: di
     assert said in say(error)
 
 
+def test_a_category_is_the_same_for_the_card_and_the_settings(project: Path) -> None:
+    """The card's won silently: a tolerance of one category judged another, and its own was not watched at all."""
+    rewrite_cases(project, lambda i, case: [a.update(category_id=3 + 4 * (i % 2)) for a in case["annotations"]])
+    path = project / "evalsets/squares/card.yaml"
+    card = YAML(typ="safe").load(path.read_text())
+    path.write_text(json.dumps(card | {"categories": {"forklift": 3, "truck": 7}}))
+    named = {"kind": "detection", "evalset": "evalsets/squares"}
+    assert check_network(make_detector(evals={"squares": named | {"categories": {"forklift": 3}}}), project) == []
+    with pytest.raises(SettingsError) as error:
+        check_network(make_detector(evals={"squares": named | {"categories": {"forklift": 7}}}), project)
+    assert (
+        "products.detector.evals.squares.categories.forklift: expected 3, which the card of evalset 'squares' gives "
+        "that name, got 7; correct one of the two, or rename the bucket"
+    ) in say(error)
+
+
 def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
     with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows, got 40"):
         check_network(make_detector(calibration_images="evalsets/squares"), project)
