@@ -2,12 +2,13 @@
 
 A case holds the digest of each of its pictures, so a picture that was saved again is noticed before it is judged as
 the old one. `check_pictures` reads headers only, which takes milliseconds a picture; that all pixels can be decoded is
-found out by `read_picture`, which an evaluation calls. Not covered: more than 8 bits a channel, transparency (what lies
-under it is shown), the rotation that a camera notes in a JPEG (COCO's boxes ignore it, too).
+found out by `read_picture`, which an evaluation calls. More than 8 bits a channel are refused. Not covered:
+transparency (what lies under it is shown), the rotation that a camera notes in a JPEG (COCO's boxes ignore it, too).
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, Annotation, Cas
 from pipeline.records.digests import digest_file
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 _DEEP_MODES = ("I", "F")  # how Pillow's names for more than 8 bits a channel start: "I", "I;16", "F"
+# in Pillow's name for how pixels are stored that it cuts to 8 bits: "RGB;16B", "LA;16B"; "BGR;16" is 5 bits a channel
+_DEEP_STORAGE = re.compile(r"\w+;16[BLN]")
 _SHOWN = 12  # digits of a digest in messages
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error)  # each format of Pillow has its own
 
@@ -111,15 +114,15 @@ def _check_digest(path: Path, sha256: str) -> None:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Image]:
+def _open(path: Path) -> Iterator[ImageFile]:
     """Open a picture; what Pillow raises while it is open becomes one line."""
     from PIL import Image
 
     try:
         with Image.open(path) as picture:
-            if picture.mode.startswith(_DEEP_MODES):
+            if mode := _find_deep_mode(picture):
                 raise EvalsetError(
-                    f"{path}: expected 8 bits a channel, got Pillow's mode {picture.mode!r}; convert the picture"
+                    f"{path}: expected 8 bits a channel, got Pillow's mode {mode!r}; convert the picture"
                 )
             yield picture
     except Image.UnidentifiedImageError:
@@ -127,6 +130,14 @@ def _open(path: Path) -> Iterator[Image]:
     except (*_DAMAGE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EvalsetError(f"{path}: expected a picture, got one that Pillow can't read: {reason}") from None
+
+
+def _find_deep_mode(picture: ImageFile) -> str | None:
+    """Return Pillow's name for pixels of more than 8 bits a channel, as they are stored; None where they have 8."""
+    if picture.mode.startswith(_DEEP_MODES):
+        return picture.mode
+    stored = _DEEP_STORAGE.search(str(picture.tile))
+    return stored.group() if stored else None
 
 
 def _check_boxes(annotations: Iterable[Annotation], size: tuple[int, int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -274,6 +276,32 @@ def test_sixteen_bits_a_channel_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((30, 40), 300, dtype=np.uint16)).save(path)
     with pytest.raises(EvalsetError, match="a.png: expected 8 bits a channel, got Pillow's mode 'I;16'; convert"):
         read_picture(path, digest_file(path))
+
+
+@pytest.mark.parametrize("colour", [0, 2, 4, 6], ids=["grey", "rgb", "grey-alpha", "rgba"])
+def test_sixteen_bits_of_any_colour_of_a_png_are_refused(tmp_path: Path, colour: int) -> None:
+    """Pillow cuts those of colours to 8 without a word."""
+    path, channels = tmp_path / "a.png", {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    for depth in (8, 16):
+        header = struct.pack(">IIBBBBB", 40, 30, depth, colour, 0, 0, 0)
+        rows = zlib.compress(bytes(1 + 40 * channels * depth // 8) * 30)
+        chunks = [
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+        ]
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+        if depth == 8:
+            assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
+    with pytest.raises(EvalsetError, match="a.png: expected 8 bits a channel, got .*16.*; convert the picture$"):
+        read_picture(path, digest_file(path))
+
+
+def test_sixteen_bits_a_pixel_are_fewer_than_eight_a_channel(tmp_path: Path) -> None:
+    """A BMP of 5 bits a channel names them much as a PNG of 16 does."""
+    path, pixels = tmp_path / "a.bmp", bytes(2 * 40 * 30)
+    header = struct.pack("<IiiHHIIiiII", 40, 40, 30, 1, 16, 0, len(pixels), 0, 0, 0, 0)
+    path.write_bytes(b"BM" + struct.pack("<IHHI", 54 + len(pixels), 0, 0, 54) + header + pixels)
+    assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of TIFF, before it gives up
