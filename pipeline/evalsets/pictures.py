@@ -2,8 +2,9 @@
 
 A case holds the digest of each of its pictures, so a picture that was saved again is noticed before it is judged as
 the old one. `check_pictures` reads headers only, which takes milliseconds a picture; that all pixels can be decoded is
-found out by `read_picture`, which an evaluation calls. More than 8 bits a channel are refused. Not covered:
-transparency (what lies under it is shown), the rotation that a camera notes in a JPEG (COCO's boxes ignore it, too).
+found out by `read_picture`, which an evaluation calls. More than 8 bits a channel are refused, and so is a picture that
+is to be turned before it is shown, as EXIF can say: some programs turn it, others don't. Not covered: transparency
+(what lies under it is shown).
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ def read_picture(path: Path, sha256: str) -> NDArray[np.uint8]:
         uint8 (rows, columns, 3).
 
     Raises:
-        EvalsetError: with the path: no such file, another digest, not a picture, a damaged one, or more than 8 bits a
-            channel.
+        EvalsetError: with the path: no such file, another digest, not a picture, a damaged one, one that is stored
+            turned, or more than 8 bits a channel.
     """
     _check_digest(path, sha256)
     with _open(path) as picture:
-        return np.array(picture.convert("RGB"))
+        pixels = np.array(picture.convert("RGB"))
+        _check_upright(path, picture)  # a PNG may say so after its pixels
+        return pixels
 
 
 def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
@@ -88,9 +91,10 @@ def measure_picture(path: Path) -> tuple[int, int]:
     """Return width and height in pixels, from the header.
 
     Raises:
-        EvalsetError: no such file, or not a picture.
+        EvalsetError: no such file, not a picture, one that is stored turned, or more than 8 bits a channel.
     """
     with _open(path) as picture:
+        _check_upright(path, picture)
         return picture.size
 
 
@@ -130,6 +134,20 @@ def _open(path: Path) -> Iterator[ImageFile]:
     except (*_DAMAGE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EvalsetError(f"{path}: expected a picture, got one that Pillow can't read: {reason}") from None
+
+
+def _check_upright(path: Path, picture: ImageFile) -> None:
+    from PIL import ExifTags
+    from PIL.Image import Image
+
+    if picture.format == "TIFF":  # which Pillow turns
+        return
+    orientation = Image.getexif(picture).get(ExifTags.Base.Orientation, 1)  # a PNG's own getexif decodes its pixels
+    if orientation in range(2, 9):  # others say nothing
+        raise EvalsetError(
+            f"{path}: expected a picture that is stored upright, got EXIF orientation {orientation}; save it rotated "
+            "(ImageOps.exif_transpose), or without EXIF where its boxes ignore that, as COCO's do"
+        )
 
 
 def _find_deep_mode(picture: ImageFile) -> str | None:

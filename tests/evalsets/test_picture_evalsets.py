@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from evalsets import from_coco
 from evalsets.make import panoramas, scenes
@@ -22,7 +22,7 @@ from models.make.train_people import HELD_OUT, TRAIN
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct
-from pipeline.evalsets.pictures import check_pictures, read_picture
+from pipeline.evalsets.pictures import check_pictures, measure_picture, read_picture
 from pipeline.records.digests import digest_file
 from tests.evalsets.test_seal import SECTIONS
 from tests.paths import ROOT
@@ -302,6 +302,47 @@ def test_sixteen_bits_a_pixel_are_fewer_than_eight_a_channel(tmp_path: Path) -> 
     header = struct.pack("<IiiHHIIiiII", 40, 40, 30, 1, 16, 0, len(pixels), 0, 0, 0, 0)
     path.write_bytes(b"BM" + struct.pack("<IHHI", 54 + len(pixels), 0, 0, 54) + header + pixels)
     assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
+
+
+def turned(orientation: int) -> Image.Exif:
+    """Return EXIF that says how a picture is to be turned before it is shown; 1 is not at all."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("name", ["1.jpg", "1.png", "1.webp"])
+def test_a_picture_that_is_stored_turned_is_refused(tmp_path: Path, name: str) -> None:
+    """OpenCV and labelling tools turn it as its EXIF says, and what is served would see another picture."""
+    folder = write(tmp_path / "e", "detection", image=f"images/{name}")
+    path = draw(folder / "images" / name, exif=turned(6))
+    said = f"images/{name}: expected a picture that is stored upright, got EXIF orientation 6; save it rotated "
+    assert refusal(folder).startswith(f"cases.jsonl:2: case 'c1': {said}(ImageOps.exif_transpose)")
+    with pytest.raises(EvalsetError, match="expected a picture that is stored upright, got EXIF orientation 6"):
+        read_picture(path, digest_file(path))
+
+
+def test_exif_of_an_upright_picture_is_let_through(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e", "detection", image="images/1.jpg")
+    draw(folder / "images/1.jpg", exif=turned(1))
+    assert seal(folder).kind == "detection"
+
+
+def test_a_png_that_says_after_its_pixels_that_it_is_turned_is_refused(tmp_path: Path) -> None:
+    """The note may stand there, where reading the header does not come."""
+    path = draw(tmp_path / "a.png", exif=turned(6))
+    data = path.read_bytes()
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    path.write_bytes(data[:start] + data[end:-12] + data[start:end] + data[-12:])  # the last chunk has 12 bytes
+    with pytest.raises(EvalsetError, match="a.png: expected a picture that is stored upright, got EXIF orientation 6"):
+        read_picture(path, digest_file(path))
+
+
+def test_a_tiff_is_turned_by_pillow_as_by_others(tmp_path: Path) -> None:
+    path = draw(tmp_path / "a.tif", exif=turned(6))
+    assert measure_picture(path) == (30, 40)
+    assert read_picture(path, digest_file(path)).shape == (40, 30, 3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of TIFF, before it gives up
