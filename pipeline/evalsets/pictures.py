@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _DEEP_MODES = ("I", "F")  # how Pillow's names for more than 8 bits a channel start: "I", "I;16", "F"
 # in Pillow's name for how pixels are stored that it cuts to 8 bits: "RGB;16B", "LA;16B"; "BGR;16" is 5 bits a channel
 _DEEP_STORAGE = re.compile(r"\w+;16[BLN]")
+_MIN_TARGET = 11  # pixels a side: the window of SSIM (numerics/similarity.py), which needs torch
 _SHOWN = 12  # digits of a digest in messages
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error)  # each format of Pillow has its own
 
@@ -63,7 +64,8 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
 
     Raises:
         EvalsetError: with file, line and case: what `read_picture` raises but for damaged pixels, a box outside of its
-            image, a target that is not a whole multiple of its image, or not the same one as on the first line.
+            image, a target that is too small for SSIM, not a whole multiple of its image, or not the same one as on the
+            first line.
     """
     first: int | None = None
     for number, case in enumerate(cases, start=1):
@@ -76,6 +78,7 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
             if isinstance(case, DetectionCase):
                 _check_boxes(case.annotations, sizes["image"])
             if "target" in sizes:
+                _check_large_enough(sizes["target"])
                 factor = _find_factor(sizes["image"], sizes["target"])
                 first = first or factor
                 if factor != first:
@@ -168,6 +171,14 @@ def _check_boxes(annotations: Iterable[Annotation], size: tuple[int, int]) -> No
                 f"annotations.{index}.bbox: expected left, top, width and height of a box in the image "
                 f"of {size[0]} x {size[1]} pixels, got {list(annotation.bbox)}"
             )
+
+
+def _check_large_enough(target: tuple[int, int]) -> None:
+    if min(target) < _MIN_TARGET:
+        raise EvalsetError(
+            f"expected a target of at least {_MIN_TARGET} pixels a side, which SSIM looks at together, got "
+            f"{target[0]} x {target[1]}; take a larger picture"
+        )
 
 
 def _find_factor(image: tuple[int, int], target: tuple[int, int]) -> int:

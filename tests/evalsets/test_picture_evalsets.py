@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import ExifTags, Image
 
 from evalsets import from_coco
@@ -19,10 +20,11 @@ from evalsets.make.pictures import CROP, make_scenes, name_buckets
 from evalsets.make.shipped import PICTURE_SETS
 from evalsets.seal import seal
 from models.make.train_people import HELD_OUT, TRAIN
-from pipeline.errors import EvalsetError
+from pipeline.errors import EvalsetError, NumericsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct
 from pipeline.evalsets.pictures import check_pictures, measure_picture, read_picture
+from pipeline.numerics.similarity import structural_similarity
 from pipeline.records.digests import digest_file
 from tests.evalsets.test_seal import SECTIONS
 from tests.paths import ROOT
@@ -343,6 +345,24 @@ def test_a_tiff_is_turned_by_pillow_as_by_others(tmp_path: Path) -> None:
     path = draw(tmp_path / "a.tif", exif=turned(6))
     assert measure_picture(path) == (30, 40)
     assert read_picture(path, digest_file(path)).shape == (40, 30, 3)
+
+
+def test_a_target_that_is_smaller_than_what_ssim_looks_at_is_refused(tmp_path: Path) -> None:
+    """It was told after all of the timing, without its case."""
+    folder = write(tmp_path / "e", "upscaling", num=1)
+    draw(folder / "images/0.png", (80, 10))
+    draw(folder / "targets/0.png", (80, 10))
+    assert refusal(folder) == (
+        "cases.jsonl:1: case 'c0': expected a target of at least 11 pixels a side, which SSIM looks at together, got "
+        "80 x 10; take a larger picture"
+    )
+    too_small, enough = torch.zeros(1, 3, 10, 80), torch.zeros(1, 3, 11, 80)
+    with pytest.raises(NumericsError, match="SSIM: expected images of at least 11 pixels a side"):
+        structural_similarity(too_small, too_small)
+    assert structural_similarity(enough, enough) == 1
+    draw(folder / "images/0.png", (80, 11))
+    draw(folder / "targets/0.png", (80, 11))
+    assert seal(folder).kind == "upscaling"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of TIFF, before it gives up
