@@ -1150,6 +1150,19 @@ def test_nan_scores_beside_sound_ones_are_left_out(project: Path, here: None) ->
     assert all(record.scores["found"] == record.scores["objects"] > 0 for record in records)
 
 
+def test_a_candidate_whose_boxes_have_negative_sides_is_judged(project: Path, here: None) -> None:
+    """It ended its evaluation, so that nothing of its product was judged."""
+    edit(project, DETECTOR_FILE, "cell, cell]", 'config.get("side", cell), cell]')
+    shutil.copytree(project / "detector/squares", project / "detector/hot", dirs_exist_ok=True)
+    edit(project, "detector/hot/config.json", "{", '{"side": -0.3, ')
+    product = make_detector({"hot": []})
+    _, records = run(project, product)
+    assert {record.output for record in records} == {"[]"}
+    assert {record.scores["finite"] for record in records} == {0.0}
+    (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
+    assert verdict.outcome == "fail"
+
+
 def test_a_detector_that_finds_nothing_at_all_fails(project: Path, here: None) -> None:
     """No detections, no error: AP is 0, and 0 of 0 must not be read as sound."""
     shutil.copytree(project / "detector/squares", project / "detector/hot", dirs_exist_ok=True)

@@ -174,6 +174,7 @@ def _start(
         source=product.candidates[product.reference].checkpoint,
         settings=settings,
         key=key,
+        is_reference=candidate.name == product.reference,
         reference=made / f"{name}.jsonl" if made else None,
         categories=_find_categories(settings, evalset),
     )

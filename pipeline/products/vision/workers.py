@@ -55,6 +55,7 @@ class InferenceSetup:
     source: str  # folder of the reference, which layers are compared with in float32
     settings: DetectionEval | UpscalingEval
     key: str  # of the eval's records
+    is_reference: bool  # whether the candidate is the one that all others are compared with
     reference: Path | None  # the reference's own records of the eval, once it was evaluated; None: not to be used
     categories: Categories | None = None  # of a detection evalset
 
@@ -264,7 +265,12 @@ def _judge(
         assert isinstance(setup.settings, DetectionEval) and setup.categories is not None
         boxes = [] if result is _UNTAKEN else result
         output, scores = judge_results(
-            case, boxes, is_finite=is_finite, settings=setup.settings, categories=setup.categories
+            case,
+            boxes,
+            is_finite=is_finite,
+            settings=setup.settings,
+            categories=setup.categories,
+            is_reference=setup.is_reference,
         )
         return output, scores, None
     target = read_picture(setup.root / setup.settings.evalset / case.target, case.target_sha256)
