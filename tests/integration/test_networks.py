@@ -502,6 +502,31 @@ def test_a_detector_that_breaks_its_contract_is_one_line(
     assert said in say(caught)
 
 
+@pytest.mark.parametrize("step", [HALF, COMPILED], ids=["half", "compiled"])
+def test_a_mistake_in_postprocess_is_told_before_anything_is_compiled_or_timed(
+    project: Path, here: None, monkeypatch: pytest.MonkeyPatch, step: dict[str, Any]
+) -> None:
+    """It was told after all of that, which takes minutes."""
+    calls: list[str] = []
+
+    def note(name: str) -> Callable[..., Any]:
+        def call(*_given: Any, **_named: Any) -> dict[str, Any]:
+            calls.append(name)
+            return {}
+
+        return call
+
+    product = make_detector({"mine": [step]})
+    edit(project, DETECTOR_FILE, "return [[{", "1 / 0\n    return [[{")
+    build(project, product, "mine")
+    monkeypatch.setattr(workers, "measure_costs", note("timed"))
+    monkeypatch.setattr(workers, "compare_layers", note("compared"))
+    monkeypatch.setattr(torch, "compile", lambda *_given, **_named: note("compiled"))
+    with pytest.raises(EngineError, match=r"postprocess\(\) failed: ZeroDivisionError: .*began with case 'c00'"):
+        evaluate(project, product, "mine")
+    assert calls == []
+
+
 @pytest.mark.parametrize(
     ("new", "said"),
     [

@@ -171,7 +171,22 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     """Run pictures of one size together and judge what comes out."""
     keep_freed_memory()
     loaded: _Loaded = get_loaded()
-    network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
+    return _judge_batch(loaded, loaded.network, cases)
+
+
+def try_batch(cases: Sequence[PictureCase]) -> None:
+    """Run and judge pictures of one size and keep nothing: a mistake in the adapter is told before minutes of timing.
+
+    What is compiled runs as it was written: that which serves has not run before it is timed.
+    """
+    loaded: _Loaded = get_loaded()
+    serving = loaded.setup.candidate.serving
+    eager = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None})
+    _judge_batch(loaded, loaded.network if eager == serving else loaded.load(eager), cases)
+
+
+def _judge_batch(loaded: _Loaded, network: Network, cases: Sequence[PictureCase]) -> list[Judged]:
+    pixels = np.stack([_read(loaded, case) for case in cases])
     try:
         outputs = network.run(network.prepare(torch.from_numpy(pixels)))
         finite = find_finite(loaded.adapter, outputs, len(cases))
