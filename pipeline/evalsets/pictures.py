@@ -2,12 +2,14 @@
 
 A case holds the digest of each of its pictures, so a picture that was saved again is noticed before it is judged as
 the old one. `check_pictures` reads headers only, which takes milliseconds a picture; that all pixels can be decoded is
-found out by `read_picture`, which an evaluation calls. Not covered: more than 8 bits a channel, transparency (what lies
-under it is shown), the rotation that a camera notes in a JPEG (COCO's boxes ignore it, too).
+found out by `read_picture`, which an evaluation calls. More than 8 bits a channel are refused, and so is a picture that
+is to be turned before it is shown, as EXIF can say: some programs turn it, others don't. Not covered: transparency
+(what lies under it is shown).
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +24,12 @@ from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, Annotation, Cas
 from pipeline.records.digests import digest_file
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 _DEEP_MODES = ("I", "F")  # how Pillow's names for more than 8 bits a channel start: "I", "I;16", "F"
+# in Pillow's name for how pixels are stored that it cuts to 8 bits: "RGB;16B", "LA;16B"; "BGR;16" is 5 bits a channel
+_DEEP_STORAGE = re.compile(r"\w+;16[BLN]")
+_MIN_TARGET = 11  # pixels a side: the window of SSIM (numerics/similarity.py), which needs torch
 _SHOWN = 12  # digits of a digest in messages
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error)  # each format of Pillow has its own
 
@@ -40,12 +45,14 @@ def read_picture(path: Path, sha256: str) -> NDArray[np.uint8]:
         uint8 (rows, columns, 3).
 
     Raises:
-        EvalsetError: with the path: no such file, another digest, not a picture, a damaged one, or more than 8 bits a
-            channel.
+        EvalsetError: with the path: no such file, another digest, not a picture, a damaged one, one that is stored
+            turned, or more than 8 bits a channel.
     """
     _check_digest(path, sha256)
     with _open(path) as picture:
-        return np.array(picture.convert("RGB"))
+        pixels = np.array(picture.convert("RGB"))
+        _check_upright(path, picture)  # a PNG may say so after its pixels
+        return pixels
 
 
 def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
@@ -57,7 +64,8 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
 
     Raises:
         EvalsetError: with file, line and case: what `read_picture` raises but for damaged pixels, a box outside of its
-            image, a target that is not a whole multiple of its image, or not the same one as on the first line.
+            image, a target that is too small for SSIM, not a whole multiple of its image, or not the same one as on the
+            first line.
     """
     first: int | None = None
     for number, case in enumerate(cases, start=1):
@@ -70,6 +78,7 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
             if isinstance(case, DetectionCase):
                 _check_boxes(case.annotations, sizes["image"])
             if "target" in sizes:
+                _check_large_enough(sizes["target"])
                 factor = _find_factor(sizes["image"], sizes["target"])
                 first = first or factor
                 if factor != first:
@@ -85,9 +94,10 @@ def measure_picture(path: Path) -> tuple[int, int]:
     """Return width and height in pixels, from the header.
 
     Raises:
-        EvalsetError: no such file, or not a picture.
+        EvalsetError: no such file, not a picture, one that is stored turned, or more than 8 bits a channel.
     """
     with _open(path) as picture:
+        _check_upright(path, picture)
         return picture.size
 
 
@@ -111,15 +121,15 @@ def _check_digest(path: Path, sha256: str) -> None:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Image]:
+def _open(path: Path) -> Iterator[ImageFile]:
     """Open a picture; what Pillow raises while it is open becomes one line."""
     from PIL import Image
 
     try:
         with Image.open(path) as picture:
-            if picture.mode.startswith(_DEEP_MODES):
+            if mode := _find_deep_mode(picture):
                 raise EvalsetError(
-                    f"{path}: expected 8 bits a channel, got Pillow's mode {picture.mode!r}; convert the picture"
+                    f"{path}: expected 8 bits a channel, got Pillow's mode {mode!r}; convert the picture"
                 )
             yield picture
     except Image.UnidentifiedImageError:
@@ -127,6 +137,28 @@ def _open(path: Path) -> Iterator[Image]:
     except (*_DAMAGE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EvalsetError(f"{path}: expected a picture, got one that Pillow can't read: {reason}") from None
+
+
+def _check_upright(path: Path, picture: ImageFile) -> None:
+    from PIL import ExifTags
+    from PIL.Image import Image
+
+    if picture.format == "TIFF":  # which Pillow turns
+        return
+    orientation = Image.getexif(picture).get(ExifTags.Base.Orientation, 1)  # a PNG's own getexif decodes its pixels
+    if orientation in range(2, 9):  # others say nothing
+        raise EvalsetError(
+            f"{path}: expected a picture that is stored upright, got EXIF orientation {orientation}; save it rotated "
+            "(ImageOps.exif_transpose), or without EXIF where its boxes ignore that, as COCO's do"
+        )
+
+
+def _find_deep_mode(picture: ImageFile) -> str | None:
+    """Return Pillow's name for pixels of more than 8 bits a channel, as they are stored; None where they have 8."""
+    if picture.mode.startswith(_DEEP_MODES):
+        return picture.mode
+    stored = _DEEP_STORAGE.search(str(picture.tile))
+    return stored.group() if stored else None
 
 
 def _check_boxes(annotations: Iterable[Annotation], size: tuple[int, int]) -> None:
@@ -139,6 +171,14 @@ def _check_boxes(annotations: Iterable[Annotation], size: tuple[int, int]) -> No
                 f"annotations.{index}.bbox: expected left, top, width and height of a box in the image "
                 f"of {size[0]} x {size[1]} pixels, got {list(annotation.bbox)}"
             )
+
+
+def _check_large_enough(target: tuple[int, int]) -> None:
+    if min(target) < _MIN_TARGET:
+        raise EvalsetError(
+            f"expected a target of at least {_MIN_TARGET} pixels a side, which SSIM looks at together, got "
+            f"{target[0]} x {target[1]}; take a larger picture"
+        )
 
 
 def _find_factor(image: tuple[int, int], target: tuple[int, int]) -> int:

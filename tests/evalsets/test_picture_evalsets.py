@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import ExifTags, Image
 
 from evalsets import from_coco
 from evalsets.make import panoramas, scenes
@@ -17,10 +20,11 @@ from evalsets.make.pictures import CROP, make_scenes, name_buckets
 from evalsets.make.shipped import PICTURE_SETS
 from evalsets.seal import seal
 from models.make.train_people import HELD_OUT, TRAIN
-from pipeline.errors import EvalsetError
+from pipeline.errors import EvalsetError, NumericsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct
-from pipeline.evalsets.pictures import check_pictures, read_picture
+from pipeline.evalsets.pictures import check_pictures, measure_picture, read_picture
+from pipeline.numerics.similarity import structural_similarity
 from pipeline.records.digests import digest_file
 from tests.evalsets.test_seal import SECTIONS
 from tests.paths import ROOT
@@ -274,6 +278,91 @@ def test_sixteen_bits_a_channel_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((30, 40), 300, dtype=np.uint16)).save(path)
     with pytest.raises(EvalsetError, match="a.png: expected 8 bits a channel, got Pillow's mode 'I;16'; convert"):
         read_picture(path, digest_file(path))
+
+
+@pytest.mark.parametrize("colour", [0, 2, 4, 6], ids=["grey", "rgb", "grey-alpha", "rgba"])
+def test_sixteen_bits_of_any_colour_of_a_png_are_refused(tmp_path: Path, colour: int) -> None:
+    """Pillow cuts those of colours to 8 without a word."""
+    path, channels = tmp_path / "a.png", {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    for depth in (8, 16):
+        header = struct.pack(">IIBBBBB", 40, 30, depth, colour, 0, 0, 0)
+        rows = zlib.compress(bytes(1 + 40 * channels * depth // 8) * 30)
+        chunks = [
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+        ]
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+        if depth == 8:
+            assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
+    with pytest.raises(EvalsetError, match="a.png: expected 8 bits a channel, got .*16.*; convert the picture$"):
+        read_picture(path, digest_file(path))
+
+
+def test_sixteen_bits_a_pixel_are_fewer_than_eight_a_channel(tmp_path: Path) -> None:
+    """A BMP of 5 bits a channel names them much as a PNG of 16 does."""
+    path, pixels = tmp_path / "a.bmp", bytes(2 * 40 * 30)
+    header = struct.pack("<IiiHHIIiiII", 40, 40, 30, 1, 16, 0, len(pixels), 0, 0, 0, 0)
+    path.write_bytes(b"BM" + struct.pack("<IHHI", 54 + len(pixels), 0, 0, 54) + header + pixels)
+    assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
+
+
+def turned(orientation: int) -> Image.Exif:
+    """Return EXIF that says how a picture is to be turned before it is shown; 1 is not at all."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("name", ["1.jpg", "1.png", "1.webp"])
+def test_a_picture_that_is_stored_turned_is_refused(tmp_path: Path, name: str) -> None:
+    """OpenCV and labelling tools turn it as its EXIF says, and what is served would see another picture."""
+    folder = write(tmp_path / "e", "detection", image=f"images/{name}")
+    path = draw(folder / "images" / name, exif=turned(6))
+    said = f"images/{name}: expected a picture that is stored upright, got EXIF orientation 6; save it rotated "
+    assert refusal(folder).startswith(f"cases.jsonl:2: case 'c1': {said}(ImageOps.exif_transpose)")
+    with pytest.raises(EvalsetError, match="expected a picture that is stored upright, got EXIF orientation 6"):
+        read_picture(path, digest_file(path))
+
+
+def test_exif_of_an_upright_picture_is_let_through(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e", "detection", image="images/1.jpg")
+    draw(folder / "images/1.jpg", exif=turned(1))
+    assert seal(folder).kind == "detection"
+
+
+def test_a_png_that_says_after_its_pixels_that_it_is_turned_is_refused(tmp_path: Path) -> None:
+    """The note may stand there, where reading the header does not come."""
+    path = draw(tmp_path / "a.png", exif=turned(6))
+    data = path.read_bytes()
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    path.write_bytes(data[:start] + data[end:-12] + data[start:end] + data[-12:])  # the last chunk has 12 bytes
+    with pytest.raises(EvalsetError, match="a.png: expected a picture that is stored upright, got EXIF orientation 6"):
+        read_picture(path, digest_file(path))
+
+
+def test_a_tiff_is_turned_by_pillow_as_by_others(tmp_path: Path) -> None:
+    path = draw(tmp_path / "a.tif", exif=turned(6))
+    assert measure_picture(path) == (30, 40)
+    assert read_picture(path, digest_file(path)).shape == (40, 30, 3)
+
+
+def test_a_target_that_is_smaller_than_what_ssim_looks_at_is_refused(tmp_path: Path) -> None:
+    """It was told after all of the timing, without its case."""
+    folder = write(tmp_path / "e", "upscaling", num=1)
+    draw(folder / "images/0.png", (80, 10))
+    draw(folder / "targets/0.png", (80, 10))
+    assert refusal(folder) == (
+        "cases.jsonl:1: case 'c0': expected a target of at least 11 pixels a side, which SSIM looks at together, got "
+        "80 x 10; take a larger picture"
+    )
+    too_small, enough = torch.zeros(1, 3, 10, 80), torch.zeros(1, 3, 11, 80)
+    with pytest.raises(NumericsError, match="SSIM: expected images of at least 11 pixels a side"):
+        structural_similarity(too_small, too_small)
+    assert structural_similarity(enough, enough) == 1
+    draw(folder / "images/0.png", (80, 11))
+    draw(folder / "targets/0.png", (80, 11))
+    assert seal(folder).kind == "upscaling"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of TIFF, before it gives up

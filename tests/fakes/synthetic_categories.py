@@ -90,7 +90,12 @@ def write_categories_tree(
         records = []
         for case, results in zip(cases, found, strict=True):
             output, scores = judge_results(
-                case, edit(results), is_finite=True, settings=settings, categories=categories
+                case,
+                edit(results),
+                is_finite=True,
+                settings=settings,
+                categories=categories,
+                is_reference=name == "reference",
             )
             records.append(
                 CaseRecord(

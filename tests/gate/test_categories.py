@@ -128,7 +128,9 @@ def test_a_category_of_the_card_without_an_object_may_be_found() -> None:
     result = [{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": 99}]
     for names, count in (({}, 1.0), ({"kite": 99}, 0.0)):
         categories = build_categories(cases, names, SETTINGS)
-        _, scores = judge_results(cases[0], result, is_finite=True, settings=SETTINGS, categories=categories)
+        _, scores = judge_results(
+            cases[0], result, is_finite=True, settings=SETTINGS, categories=categories, is_reference=True
+        )
         assert scores["unknown_categories"] == count
 
 
@@ -138,7 +140,7 @@ def test_an_id_that_none_can_be_is_one_line(number: int) -> None:
     result = [{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": number}]
     categories = build_categories(cases, {}, SETTINGS)
     with pytest.raises(EngineError, match="category_id is 0 or more"):
-        judge_results(cases[0], result, is_finite=True, settings=SETTINGS, categories=categories)
+        judge_results(cases[0], result, is_finite=True, settings=SETTINGS, categories=categories, is_reference=True)
 
 
 def test_names_come_from_the_settings_then_the_card_then_the_number() -> None:

@@ -502,6 +502,31 @@ def test_a_detector_that_breaks_its_contract_is_one_line(
     assert said in say(caught)
 
 
+@pytest.mark.parametrize("step", [HALF, COMPILED], ids=["half", "compiled"])
+def test_a_mistake_in_postprocess_is_told_before_anything_is_compiled_or_timed(
+    project: Path, here: None, monkeypatch: pytest.MonkeyPatch, step: dict[str, Any]
+) -> None:
+    """It was told after all of that, which takes minutes."""
+    calls: list[str] = []
+
+    def note(name: str) -> Callable[..., Any]:
+        def call(*_given: Any, **_named: Any) -> dict[str, Any]:
+            calls.append(name)
+            return {}
+
+        return call
+
+    product = make_detector({"mine": [step]})
+    edit(project, DETECTOR_FILE, "return [[{", "1 / 0\n    return [[{")
+    build(project, product, "mine")
+    monkeypatch.setattr(workers, "measure_costs", note("timed"))
+    monkeypatch.setattr(workers, "compare_layers", note("compared"))
+    monkeypatch.setattr(torch, "compile", lambda *_given, **_named: note("compiled"))
+    with pytest.raises(EngineError, match=r"postprocess\(\) failed: ZeroDivisionError: .*began with case 'c00'"):
+        evaluate(project, product, "mine")
+    assert calls == []
+
+
 @pytest.mark.parametrize(
     ("new", "said"),
     [
@@ -948,6 +973,22 @@ def test_a_card_names_the_categories_of_its_annotations(project: Path, names: di
     assert said in say(error)
 
 
+def test_a_category_is_the_same_for_the_card_and_the_settings(project: Path) -> None:
+    """The card's won silently: a tolerance of one category judged another, and its own was not watched at all."""
+    rewrite_cases(project, lambda i, case: [a.update(category_id=3 + 4 * (i % 2)) for a in case["annotations"]])
+    path = project / "evalsets/squares/card.yaml"
+    card = YAML(typ="safe").load(path.read_text())
+    path.write_text(json.dumps(card | {"categories": {"forklift": 3, "truck": 7}}))
+    named = {"kind": "detection", "evalset": "evalsets/squares"}
+    assert check_network(make_detector(evals={"squares": named | {"categories": {"forklift": 3}}}), project) == []
+    with pytest.raises(SettingsError) as error:
+        check_network(make_detector(evals={"squares": named | {"categories": {"forklift": 7}}}), project)
+    assert (
+        "products.detector.evals.squares.categories.forklift: expected 3, which the card of evalset 'squares' gives "
+        "that name, got 7; correct one of the two, or rename the bucket"
+    ) in say(error)
+
+
 def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
     with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows, got 40"):
         check_network(make_detector(calibration_images="evalsets/squares"), project)
@@ -1132,6 +1173,19 @@ def test_nan_scores_beside_sound_ones_are_left_out(project: Path, here: None) ->
     (records,) = run(project, make_detector(), "squares")
     assert all(record.scores["finite"] == 0 for record in records)
     assert all(record.scores["found"] == record.scores["objects"] > 0 for record in records)
+
+
+def test_a_candidate_whose_boxes_have_negative_sides_is_judged(project: Path, here: None) -> None:
+    """It ended its evaluation, so that nothing of its product was judged."""
+    edit(project, DETECTOR_FILE, "cell, cell]", 'config.get("side", cell), cell]')
+    shutil.copytree(project / "detector/squares", project / "detector/hot", dirs_exist_ok=True)
+    edit(project, "detector/hot/config.json", "{", '{"side": -0.3, ')
+    product = make_detector({"hot": []})
+    _, records = run(project, product)
+    assert {record.output for record in records} == {"[]"}
+    assert {record.scores["finite"] for record in records} == {0.0}
+    (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
+    assert verdict.outcome == "fail"
 
 
 def test_a_detector_that_finds_nothing_at_all_fails(project: Path, here: None) -> None:

@@ -1,9 +1,10 @@
 """Judge what a detector found: COCO results matched with what is on each picture.
 
 A record's output is the results as JSON, so nothing else has to be kept to match them again. Results that hold NaN or
-infinity are no results: they are left out, and the picture's output counts as not finite. Categories that no
-annotation of the evalset has are left out, as COCO's own evaluation does; those that its card does not name either are
-counted, and the gate refuses them.
+infinity are no results: they are left out, and the picture's output counts as not finite. So are a candidate's boxes
+with a side below 0, which a damaged network may emit; of the reference they are the adapter's mistake. Categories that
+no annotation of the evalset has are left out, as COCO's own evaluation does; those that its card does not name either
+are counted, and the gate refuses them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,13 @@ def build_categories(cases: Sequence[DetectionCase], names: Mapping[str, int], s
 
 
 def judge_results(
-    case: DetectionCase, results: Any, *, is_finite: bool, settings: DetectionEval, categories: Categories
+    case: DetectionCase,
+    results: Any,
+    *,
+    is_finite: bool,
+    settings: DetectionEval,
+    categories: Categories,
+    is_reference: bool,
 ) -> tuple[str, dict[str, float]]:
     """Return the output and the scores of a record.
 
@@ -82,12 +89,13 @@ def judge_results(
         is_finite: whether all raw outputs of this picture are.
         settings: the eval's.
         categories: of the whole evalset.
+        is_reference: whether the reference found them, whose boxes tell whether the adapter gives them as it should.
 
     Raises:
-        EngineError: not COCO results.
+        EngineError: not COCO results, or a box of the reference has a side below 0.
     """
-    read = [_read_result(case.id, result) for result in _as_list(case.id, results)]
-    sound = [r for r in read if all(map(math.isfinite, (*r["bbox"], r["score"])))]
+    read = [_read_result(case.id, result, is_reference) for result in _as_list(case.id, results)]
+    sound = [r for r in read if all(map(math.isfinite, (*r["bbox"], r["score"]))) and min(r["bbox"][2:]) >= 0]
     output = canonical_json(sound)
     scores = score_image(match_output(case, output, settings=settings, categories=categories))
     scores[UNKNOWN] = float(sum(r["category_id"] not in categories.known for r in read))
@@ -143,7 +151,7 @@ def _as_list(case_id: str, results: Any) -> list[Any]:
     return results
 
 
-def _read_result(case_id: str, result: Any) -> dict[str, Any]:
+def _read_result(case_id: str, result: Any, is_reference: bool) -> dict[str, Any]:
     """Return a result as JSON; nine digits hold a float32 exactly."""
     try:
         bbox = [_read_number(side) for side in result["bbox"]]
@@ -152,8 +160,8 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
             "score": _read_number(result["score"]),
             "category_id": _read_category(result["category_id"]),
         }
-        is_negative = all(map(math.isfinite, bbox)) and min(bbox[2:], default=0) < 0
-        if isinstance(result["bbox"], (Mapping, Set, *_BYTES)) or len(bbox) != 4 or is_negative:
+        is_mistaken = is_reference and all(map(math.isfinite, bbox)) and min(bbox[2:], default=0) < 0
+        if isinstance(result["bbox"], (Mapping, Set, *_BYTES)) or len(bbox) != 4 or is_mistaken:
             raise ValueError("a box has left, top, width and height, the last two 0 or more")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(

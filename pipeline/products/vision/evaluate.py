@@ -35,6 +35,7 @@ from pipeline.products.vision.workers import (
     run_batch,
     start_runners,
     trace_batch,
+    try_batch,
 )
 from pipeline.records.digests import digest_checkpoint, digest_file, digest_json
 from pipeline.records.evaluations import EvalFile, Evaluation, NetworkCandidate
@@ -127,6 +128,7 @@ def open_replica(
                     starting = _start(candidate, product, name, evalset, root=root, key=key, made=None, cache=cache)
                     pools[name] = stack.enter_context(starting)
                     if candidate.serving.compile_mode:  # for all shapes in turn, whichever of them the shard has
+                        pools[name].submit(try_batch, _batch(groups, size)[0]).result()
                         pools[name].submit(measure_run, _choose_compared(groups), _pick_shapes(groups, size)).result()
                 facts = pools[name].submit(read_facts).result()
                 with attempt.open_journal(name, facts, key=key) as journal:
@@ -174,6 +176,7 @@ def _start(
         source=product.candidates[product.reference].checkpoint,
         settings=settings,
         key=key,
+        is_reference=candidate.name == product.reference,
         reference=made / f"{name}.jsonl" if made else None,
         categories=_find_categories(settings, evalset),
     )
@@ -208,7 +211,10 @@ def _run_eval(
     start = time.monotonic()
     groups = _group(evalset.cases, pictures)
     batches = _batch(groups, batch_size)
-    # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
+    if not any(journal.holds(case.digest) for case in evalset.cases):  # else the adapter has shown that it can
+        pool.submit(try_batch, batches[0]).result()
+    # before the pictures: it compiles for all shapes in turn, killed runs before or not, and is timed before freed
+    # memory is kept
     notes = pool.submit(measure_run, _choose_compared(groups), _pick_shapes(groups, batch_size)).result()
     _run_batches(name, batches, pool, journal)
     path, records = working / f"{name}.jsonl", []

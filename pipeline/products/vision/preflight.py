@@ -218,6 +218,12 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
             f"{evalset.card.name!r}; rename one"
         )
     for bucket, number in settings.categories.items():
+        # the card's would take the bucket's place, and what is gated would be another object than was meant
+        if (given := evalset.card.categories.get(bucket, number)) != number:
+            raise SettingsError(
+                f"{where}.categories.{bucket}: expected {given}, which the card of evalset {evalset.card.name!r} gives "
+                f"that name, got {number}; correct one of the two, or rename the bucket"
+            )
         if number not in known:
             raise SettingsError(
                 f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "

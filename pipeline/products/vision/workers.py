@@ -55,6 +55,7 @@ class InferenceSetup:
     source: str  # folder of the reference, which layers are compared with in float32
     settings: DetectionEval | UpscalingEval
     key: str  # of the eval's records
+    is_reference: bool  # whether the candidate is the one that all others are compared with
     reference: Path | None  # the reference's own records of the eval, once it was evaluated; None: not to be used
     categories: Categories | None = None  # of a detection evalset
 
@@ -170,7 +171,22 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     """Run pictures of one size together and judge what comes out."""
     keep_freed_memory()
     loaded: _Loaded = get_loaded()
-    network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
+    return _judge_batch(loaded, loaded.network, cases)
+
+
+def try_batch(cases: Sequence[PictureCase]) -> None:
+    """Run and judge pictures of one size and keep nothing: a mistake in the adapter is told before minutes of timing.
+
+    What is compiled runs as it was written: that which serves has not run before it is timed.
+    """
+    loaded: _Loaded = get_loaded()
+    serving = loaded.setup.candidate.serving
+    eager = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None})
+    _judge_batch(loaded, loaded.network if eager == serving else loaded.load(eager), cases)
+
+
+def _judge_batch(loaded: _Loaded, network: Network, cases: Sequence[PictureCase]) -> list[Judged]:
+    pixels = np.stack([_read(loaded, case) for case in cases])
     try:
         outputs = network.run(network.prepare(torch.from_numpy(pixels)))
         finite = find_finite(loaded.adapter, outputs, len(cases))
@@ -264,7 +280,12 @@ def _judge(
         assert isinstance(setup.settings, DetectionEval) and setup.categories is not None
         boxes = [] if result is _UNTAKEN else result
         output, scores = judge_results(
-            case, boxes, is_finite=is_finite, settings=setup.settings, categories=setup.categories
+            case,
+            boxes,
+            is_finite=is_finite,
+            settings=setup.settings,
+            categories=setup.categories,
+            is_reference=setup.is_reference,
         )
         return output, scores, None
     target = read_picture(setup.root / setup.settings.evalset / case.target, case.target_sha256)

@@ -77,8 +77,12 @@ def match_directly(case: DetectionCase, results: list[dict[str, Any]]) -> MatchT
     )
 
 
-def judge(case: DetectionCase, results: Any, *, is_finite: bool = True) -> tuple[str, dict[str, float]]:
-    return judge_results(case, results, is_finite=is_finite, settings=SETTINGS, categories=KNOWN)
+def judge(
+    case: DetectionCase, results: Any, *, is_finite: bool = True, is_reference: bool = True
+) -> tuple[str, dict[str, float]]:
+    return judge_results(
+        case, results, is_finite=is_finite, settings=SETTINGS, categories=KNOWN, is_reference=is_reference
+    )
 
 
 def assert_same(a: MatchTable, b: MatchTable) -> None:
@@ -171,6 +175,16 @@ def test_a_result_that_is_no_number_is_left_out_and_counted(bad: dict[str, Any])
     case = make_case(0, [Annotation(bbox=(0, 0, 8, 8), category_id=3, area=64)])
     mine = {"bbox": [0, 0, 8, 8], "score": 0.5, "category_id": 3}
     output, scores = judge(case, [mine | bad, mine])
+    assert len(json.loads(output)) == 1
+    assert scores["finite"] == 0 and scores["found"] == 1
+
+
+@pytest.mark.parametrize("sides", [[-0.3, 8], [8, -0.3], [-8, -8]])
+def test_a_box_of_a_candidate_with_a_negative_side_is_left_out_and_counted(sides: list[float]) -> None:
+    """A damaged candidate had no verdict, and the adapter, with which the reference ran, was to blame."""
+    case = make_case(0, [Annotation(bbox=(0, 0, 8, 8), category_id=3, area=64)])
+    mine = {"bbox": [0, 0, 8, 8], "score": 0.5, "category_id": 3}
+    output, scores = judge(case, [mine | {"bbox": [0, 0, *sides]}, mine], is_reference=False)
     assert len(json.loads(output)) == 1
     assert scores["finite"] == 0 and scores["found"] == 1
 
