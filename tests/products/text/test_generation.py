@@ -127,6 +127,16 @@ def test_a_limit_that_is_no_number_of_tokens_is_refused(limit: Any) -> None:
         read_question("mine", request)
 
 
+def test_a_misspelt_option_of_a_task_is_refused() -> None:
+    """`untill` was left out of account, and answers ran on."""
+    plain = {"until": ["a"], "do_sample": False, "temperature": 0.0, "top_p": 1, "num_beams": 1, "max_new_tokens": 4}
+    request = SimpleNamespace(task_name="t", doc={}, doc_id=3, args=("text", plain))
+    assert read_question("e", request).stops == ("a",)
+    request.args = ("text", {"untill": ["a"]})
+    with pytest.raises(SettingsError, match="e: the task's generation_kwargs have an unknown key 'untill'; is `until`"):
+        read_question("e", request)
+
+
 def test_a_text_counts_as_one_prompt_where_answers_are_held_against_max_tokens() -> None:
     body, answer = {"model": "m", "prompt": "a long text", "max_tokens": 4}, {"usage": {"completion_tokens": 5}}
     assert "expected at most 4 completion tokens" in str(find_ignored(body, answer))

@@ -244,6 +244,30 @@ def test_metrics_that_can_not_judge_are_told_before_any_work(
     assert str(caught.value).startswith(f"products.agent.evals.e.task: {problem}")
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"doc_to_targets": 0}, "mine: unknown key 'doc_to_targets'; is `doc_to_target` meant"),
+        ({"test_split": "tset"}, "mine: test_split: its documents have no split 'tset'; correct it"),
+        (
+            {"metric_list": [{"metric": "exactmatch"}]},
+            "mine: metric_list: expected acc or exact_match, got 'exactmatch'; is `exact_match` meant",
+        ),
+    ],
+    ids=["key", "split", "metric"],
+)
+def test_a_mistake_in_a_tasks_file_names_its_key(
+    project: Project, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], said: str
+) -> None:
+    """lm-eval's own words are KeyError: None, KeyError: 'tset', and TaskConfig.__init__()."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it looks for a metric there
+    write_lines(Path("data/test.jsonl"), CASES)
+    project.write_task(**{"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/test.jsonl"}}} | keys)
+    with pytest.raises(SettingsError) as caught:
+        project.watched()
+    assert str(caught.value) == f"products.agent.evals.e.task: {said}"
+
+
 def test_answers_that_another_release_judged_are_asked_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its filters and metrics are in no file of a task: a new candidate was judged by others than the reference."""
     write_lines(Path("data/test.jsonl"), CASES)

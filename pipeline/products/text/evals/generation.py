@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import RequestError, SettingsError
+from pipeline.errors import RequestError, SettingsError, suggest
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Client, Reply
 from pipeline.records.digests import digest_json
@@ -23,6 +23,8 @@ from pipeline.records.speculation import SpeculationCounts
 
 Content = str | list[dict[str, Any]]  # of a prompt: a text as it stands, or a conversation in OpenAI's style
 GENERATE = "generate_until"  # lm-eval's name of such requests
+# of tasks; the last ones change no greedy answer, or limit it as serving.max_tokens does
+_OPTIONS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,16 @@ def read_question(name: str, request: Any) -> Question:
     """Read one of lm-eval's `generate_until` requests.
 
     Raises:
-        SettingsError: the task samples, or limits its answers to no number of tokens.
+        SettingsError: the task samples, limits its answers to no number of tokens, or has a misspelt option.
     """
     prompt, options = request.args
     if options.get("do_sample") or options.get("temperature"):
         raise SettingsError(
             f"evals.{name}: the task samples ({options!r}); only greedy tasks can be compared case by case"
         )
+    for key in options:
+        if key not in _OPTIONS and (near := suggest(key, _OPTIONS)):
+            raise SettingsError(f"evals.{name}: the task's generation_kwargs have an unknown key {key!r}; {near}")
     until = options.get("until") or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
     limit = options.get("max_gen_toks")

@@ -11,6 +11,7 @@ Not covered: files outside the task's folder that its code reads only to judge a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import heapq
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-from pipeline.errors import QuantgateError, SettingsError, show_value
+from pipeline.errors import QuantgateError, SettingsError, show_value, suggest
 from pipeline.evalsets.cards import NOTES
 from pipeline.products.text.evals.context import NUM_LONGEST
 from pipeline.products.text.evals.generation import (
@@ -82,7 +83,7 @@ def load_task(name: str, settings: HarnessEval) -> Task:
     with explain_problems(name, "load", settings.task):
         manager = index_tasks(name, settings)
         with read_fresh(), compile_once():
-            tasks = _load_tasks(manager, settings)
+            tasks = _load_tasks(name, manager, settings)
             modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
             requests = [request for task in tasks.values() for request in task.instances]
@@ -279,25 +280,53 @@ def _index_builtin() -> Any:
     return _index(None)  # 14,000 files, which don't change while the program runs
 
 
-def _load_tasks(manager: Any, settings: HarnessEval) -> dict[str, Any]:
+def _load_tasks(name: str, manager: Any, settings: HarnessEval) -> dict[str, Any]:
     """Load a task, or the members of a group or tag, with their requests, as `simple_evaluate` does."""
     import numpy as np
 
     random.seed(0)  # a task's code may draw
     np.random.seed(FEWSHOT_SEED)
-    kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
+    written = manager.task_index[settings.task].cfg or {}
+    kwargs = written.get("dataset_kwargs")
     try:
         tasks: dict[str, Any] = manager.load([settings.task])["tasks"]
     except StopIteration:  # from `datasets`, without a word
         raise FileNotFoundError(f"expected files with documents, found none or empty ones at {kwargs!r}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"expected documents in UTF-8, got {error} in a file of {kwargs!r}") from None
+    except (KeyError, TypeError) as error:
+        if mistake := _find_mistake(written, error):
+            raise SettingsError(f"evals.{name}.task: {settings.task}: {mistake}") from None
+        raise
     for task in tasks.values():
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=settings.num_fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
         task.build_all_requests()
     return tasks
+
+
+def _find_mistake(written: Mapping[str, Any], error: Exception) -> str:
+    """Return which key of a task's file lm-eval stumbled over, as it names none; "" where that is not seen.
+
+    Args:
+        written: what the file holds, without what it includes.
+        error: lm-eval's.
+    """
+    from lm_eval.api.task import TaskConfig
+
+    keys = [field.name for field in dataclasses.fields(TaskConfig)]
+    if isinstance(error, TypeError) and (unknown := next((k for k in written if f"'{k}'" in str(error)), "")):
+        return f"unknown key {unknown!r}; {suggest(unknown, keys) or 'remove it'}"
+    if isinstance(error, KeyError):
+        for split in ("test_split", "validation_split", "training_split", "fewshot_split"):
+            if split in written and written[split] == error.args[0]:
+                return f"{split}: its documents have no split {written[split]!r}; correct it"
+        metrics = [m.get("metric") for m in written.get("metric_list") or () if isinstance(m, dict)]
+        if unknown := next((m for m in metrics if isinstance(m, str) and m not in ACCURACY_METRICS), ""):
+            near = suggest(unknown, ACCURACY_METRICS)
+            return f"metric_list: expected {' or '.join(ACCURACY_METRICS)}, got {unknown!r}{near and f'; {near}'}"
+    return ""
 
 
 def _digest_requests(task: Any) -> str:
