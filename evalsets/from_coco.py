@@ -34,7 +34,8 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
     """Write an evalset; returns what was sealed and left out, in one line.
 
     Raises:
-        EvalsetError: annotations that are not COCO's, an image that is not there, a folder that is.
+        EvalsetError: annotations that are not COCO's, an image that is not there or can't be used, a folder that is
+            there already. What was written until then is removed.
     """
     if out.exists():
         raise EvalsetError(f"{out}: expected the name of a new folder, found one that exists")
@@ -45,10 +46,21 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
         cases = [_make_case(image, boxes.get(image["id"], []), images) for image in listed]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EvalsetError(f"{annotations}: expected COCO's annotations, got {type(error).__name__}: {error}") from None
-    for case, image in zip(cases, listed, strict=True):
+    left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
+    try:
+        sealed = _write(out, cases, [images / image["file_name"] for image in listed], names, annotations)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # or the command could not be given again
+        raise
+    return f"{sealed}; boxes left out: {left_out}; write licence and description into {out / CARD_FILE}"
+
+
+def _write(out: Path, cases: list[DetectionCase], files: list[Path], names: dict[str, int], annotations: Path) -> str:
+    """Copy the images, write cases and card, and seal the folder; return what it holds."""
+    for case, file in zip(cases, files, strict=True):
         target = out / case.image
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(images / image["file_name"], target)
+        shutil.copyfile(file, target)
     write_text(out / CASES_FILE, "".join(f"{case.model_dump_json()}\n" for case in cases))
     write_text(
         out / CARD_FILE,
@@ -65,8 +77,7 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
             }
         ),
     )
-    left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
-    return f"{describe(seal(out))}; boxes left out: {left_out}; write licence and description into {out / CARD_FILE}"
+    return describe(seal(out))
 
 
 def _group(annotations: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:

@@ -7,8 +7,8 @@
     quantgate init NAME --kind text --checkpoint FOLDER [--remove-shipped]
     quantgate --version
 
-`python -m pipeline` is the same in a clone. `repro` ends as `dvc repro` does: with 0, or with 255 where a stage or a
-gate stopped it. Exit codes of `compare` and `gate`:
+`python -m pipeline` is the same in a clone. `repro` ends with 0, with 255 as `dvc repro` does where a stage or a gate
+stopped it, or with 1 where a candidate that was evaluated ahead of DVC did. Exit codes of `compare` and `gate`:
 
      0  pass, or inconclusive where that does not block
     10  inconclusive
@@ -187,7 +187,18 @@ def _write_forms(compared: Any, options: argparse.Namespace) -> None:
         if options.html:
             write_text(options.html, render_html(judgement, explanation, {}))
         if options.summary:
-            write_text(options.summary, render_summary(judgement, explanation))
+            _write_summary(options.summary, render_summary(judgement, explanation))
+
+
+def _write_summary(path: Path, text: str) -> None:
+    """Write a summary; to that of the present step of GitHub it is added, which other commands write to as well."""
+    from pipeline.records.files import write_text
+
+    if os.path.realpath(path) == os.path.realpath(os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        write_text(path, text)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

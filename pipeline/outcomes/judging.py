@@ -214,20 +214,25 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
 
 
 def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> None:
-    """Refuse a metric that lost more than is tolerated by all cases, and not by those that are counted.
+    """Refuse a metric or bucket that lost more than is tolerated by all its cases, and not by those that are counted.
 
     What is left out asks what another case asks, as far as its file tells: a `prompt` may hold a part of the question.
 
     Raises:
         EvidenceError: so it is.
     """
-    if m.bucket is not None or m.tolerance is None or definition.weight is not None:
+    if m.tolerance is None or definition.weight is not None:
         return
-    more = [excess for mine, other in _pair_parts(ours, theirs) for excess in _list_excess(mine, other, definition)]
+    more = [
+        excess
+        for mine, other in _pair_parts(ours, theirs)
+        for excess in _list_excess(mine, other, definition, None if m.bucket == mine.name else m.bucket)
+    ]
     harm = m.harm + math.fsum(more) / (m.n + len(more))
     if m.harm <= m.tolerance < harm:
+        where = m.metric if m.bucket is None else f"{m.metric} [{m.bucket}]"
         raise EvidenceError(
-            f"{m.metric}: {len(more):,} cases were left out, as they ask what others ask, and with them the loss is "
+            f"{where}: {len(more):,} cases were left out, as they ask what others ask, and with them the loss is "
             f"{format_harm(m.metric, harm)}, tolerated {format_tolerance(m.metric, m.tolerance)}: equal questions "
             "would lose alike; let the prompt say what tells them apart, or ask each once"
         )
@@ -237,8 +242,15 @@ def _pair_parts(ours: Outcomes, theirs: Outcomes) -> list[tuple[Outcomes, Outcom
     return list(zip(ours.parts, theirs.parts, strict=True)) if ours.parts else [(ours, theirs)]
 
 
-def _list_excess(ours: Outcomes, theirs: Outcomes, definition: MetricDefinition) -> list[float]:
-    """Return of each case that is left out how much more it lost than the case that is counted for it."""
+def _list_excess(ours: Outcomes, theirs: Outcomes, definition: MetricDefinition, bucket: str | None) -> list[float]:
+    """Return of each case that is left out how much more it lost than the case that is counted for it.
+
+    Args:
+        ours: the reference's, of one file.
+        theirs: the candidate's.
+        definition: of the metric.
+        bucket: whose cases; None: all.
+    """
     if not ours.left_out:
         return []
     key, sides = definition.score, []
@@ -247,7 +259,9 @@ def _list_excess(ours: Outcomes, theirs: Outcomes, definition: MetricDefinition)
         sides.append({r.case_id: r.scores[key] for r in records if key in r.scores})
     lost = {case: definition.sign * (before - sides[1][case]) for case, before in sides[0].items() if case in sides[1]}
     return [
-        lost[record.case_id] - lost[kept] for record, kept in ours.left_out if record.case_id in lost and kept in lost
+        lost[record.case_id] - lost[kept]
+        for record, kept in ours.left_out
+        if record.case_id in lost and kept in lost and (bucket is None or bucket in record.buckets)
     ]
 
 

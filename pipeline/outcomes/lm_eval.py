@@ -44,7 +44,7 @@ _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_ha
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
 # their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
-_LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2)}
+_LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2), "perplexity": 1.0}
 
 
 def recognizes(path: Path) -> bool:
@@ -157,7 +157,12 @@ def _list_asked(sample: dict[str, Any]) -> dict[str, Any]:
 
 def _read_score(name: str, metric: str, value: Any, definitions: dict[str, MetricDefinition]) -> dict[str, Any]:
     """Return the score of a case, and what it is divided by where it is a likelihood."""
-    if metric not in _LIKELIHOODS:
+    if metric == "perplexity":  # LAMBADA's: of a case the log-likelihood of its one target
+        likelihood = read_number(value)
+        if likelihood is not None and likelihood > 0:
+            return {name: value}  # a task's own, of each case
+        value = [value, 1]
+    elif metric not in _LIKELIHOODS:
         return {name: value}
     scale, weight = _LIKELIHOODS[metric], f"{name} units"
     is_relative = metric.endswith("perplexity")

@@ -14,6 +14,7 @@ Not covered: what is timed. The benchmark of speed stays on the machine of its s
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 import time
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EngineError, SettingsError
+from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.products import KINDS, ray_worker
 from pipeline.products.params import load_params
 from pipeline.products.ray_replica import Project, RemoteReplica, share_project, start_replica
@@ -117,6 +118,7 @@ def evaluate_on_ray(
         connect(execution) as ray,
         share_project(ray, list_files) as project,
     ):
+        _tell_missing(execution, ray.cluster_resources())
         num_workers = execution.count_workers(ray.cluster_resources())
         at_once = KINDS[product.kind].shards_at_once
         count = _find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
@@ -133,6 +135,7 @@ def build_on_ray(
     """Build a candidate on a cluster and put it in place; return a line that says what it became."""
     order = Order(candidate, product.build.as_posix(), read_environment())
     with connect(execution) as ray, share_project(ray, list_files) as project:
+        _tell_missing(execution, ray.cluster_resources())
         replica = start_replica(ray, execution, 1)
         seen = replica.get(replica.look(project))
         replica.get(replica.begin(order, project, seen))
@@ -325,10 +328,39 @@ def _read_earlier(folder: Path) -> Mapping[str, bytes]:
     return earlier
 
 
+def _tell_missing(execution: RayExecution, available: Mapping[str, float]) -> None:
+    """Say which resources of a replica the whole cluster lacks: Ray waits for them without a word.
+
+    No error: an autoscaler adds a node once it is waited for.
+    """
+    lacking = {name: amount for name, amount in execution.resources.items() if available.get(name, 0) < amount}
+    if lacking:
+        print(
+            f"  execution.resources: a replica needs {_format_resources(lacking)}, and the cluster has "
+            f"{_format_resources({name: available.get(name, 0) for name in lacking})}: waiting for a node that has it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _format_resources(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
 def _find_count(folder: Path) -> int | None:
-    """Return in how many shards an earlier run was cut; None where there is none."""
-    counts = {int(path.name.rpartition("-")[2]) for path in folder.glob("*-of-*")}
-    return counts.pop() if len(counts) == 1 else None
+    """Return in how many shards an earlier run was cut; None where there is none.
+
+    Raises:
+        EvidenceError: there are some of several, which can't be joined.
+    """
+    names = [re.fullmatch(r"\d+-of-(\d+)", path.name) for path in folder.glob("*-of-*")]
+    counts = sorted({int(name[1]) for name in names if name})
+    if len(counts) > 1:
+        raise EvidenceError(
+            f"{folder}: expected shards of one whole, found some of {' and some of '.join(map(str, counts))}; remove "
+            "the folders of one kind"
+        )
+    return counts[0] if counts else None
 
 
 def _list_finished(folder: Path) -> set[Shard]:

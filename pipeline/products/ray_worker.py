@@ -157,7 +157,10 @@ class Replica:
             offset = 0 if path.suffix == ".json" else known.get(name, 0)
             data = read_chunk(path, offset)
             if path.suffix == ".jsonl":
-                data = data[: data.rfind(b"\n") + 1]  # whole entries
+                # whole entries; one of a large picture is longer than a chunk
+                while b"\n" not in data and (more := read_chunk(path, offset + len(data))):
+                    data += more
+                data = data[: data.rfind(b"\n") + 1]
             if data or name not in known:  # an empty file says that there was nothing to do
                 new.append((name, offset, data))
         return new

@@ -229,6 +229,7 @@ def _describe(name: str, start: Start, removed: Collection[str]) -> list[str]:
     return [
         f"{PARAMS}: added product {name} with candidates {candidates}; examples are in {' and '.join(folders)}{gone}",
         f"next: `dvc repro gate@{name}` runs the examples to a first verdict; nothing is released by them",
-        f"then: put your own cases into {folders[0]}/cases.jsonl, and run `python -m evalsets.seal {folders[0]}`",
+        f"then: put your own cases into {' and '.join(f'{folder}/cases.jsonl' for folder in folders)}, and run "
+        f"`python -m evalsets.seal {folders[0]}`{', and of the others alike' * (len(folders) > 1)}",
         "then: set the tolerances, see by `make plan` what your cases can prove, and run `make repro`",
     ]

@@ -469,6 +469,17 @@ def test_what_is_not_cocos_is_refused_before_anything_is_written(
     assert "\n" not in str(caught.value) and not out.exists()
 
 
+def test_a_conversion_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+    """What it had written was in the way: "expected the name of a new folder"."""
+    outside = {"image_id": 7, "category_id": 18, "bbox": [1000, 2000, 3, 4]}
+    annotations, images, out = coco(tmp_path, annotations=[outside])
+    with pytest.raises(EvalsetError, match="cases.jsonl:1: .*box"):
+        from_coco.convert(annotations, images, out)
+    assert not out.exists()
+    annotations.write_text(annotations.read_text().replace("[1000, 2000, 3, 4]", "[1, 2, 3, 4]"))
+    assert "2 cases" in from_coco.convert(annotations, images, out)
+
+
 def test_an_evalset_is_never_written_over(tmp_path: Path) -> None:
     annotations, images, out = coco(tmp_path)
     out.mkdir()

@@ -353,6 +353,20 @@ def test_one_question_under_many_ids_proves_no_more(tmp_path: Path, capsys: pyte
     assert code == 10 and "in 60 clusters" in text
 
 
+def test_a_summary_is_added_to_that_of_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two comparisons in one step of CI the first one's verdict was gone."""
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200) for name in "ab"]
+    step, other = tmp_path / "step.md", tmp_path / "other.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
+    step.write_text("built\n")
+    for _ in range(2):
+        for path in (step, other):
+            assert run("compare", *sides, "--summary", path, capsys=capsys)[0] == 0
+    assert step.read_text() == "built\n" + 2 * other.read_text()
+
+
 def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.outcomes.cases import Grouping
 from pipeline.outcomes.registry import read_side
 from pipeline.records.evaluations import CaseRecord
-from tests.fakes.outcome_tables import run
+from tests.fakes.outcome_tables import run, write_outcomes
 from tests.paths import ROOT
 
 REAL = ROOT / "tests/golden/records"
@@ -143,6 +143,25 @@ def test_a_loss_among_what_is_left_out_is_refused(
     came, said = compare(tmp_path, build(0), build(lost), capsys, format=format)
     assert came == code and "199 of 400 cases were left out" in " ".join(said.split()), said
     assert ("with them the loss is 12.50 points, tolerated 3 points" in " ".join(said.split())) == (code == 30), said
+
+
+@pytest.mark.parametrize(("lost", "code"), [(40, 30), (20, 0)])  # of 800 hard rows, 32 are tolerated
+def test_a_loss_of_a_bucket_among_what_is_left_out_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int, code: int
+) -> None:
+    """Of 4,800 rows it was 0.8 points, and of the bucket that was gated 5."""
+    prompts = [f"easy {i}" for i in range(4000)] + [f"hard {i % 400}" for i in range(800)]
+    levels = ["easy"] * 4000 + ["hard"] * 800
+    right = [1.0] * 4400
+    sides = [
+        write_outcomes(
+            tmp_path / f"{name}.csv", right + [float(i >= gone) for i in range(400)], prompt=prompts, level=levels
+        )
+        for name, gone in (("a", 0), ("b", lost))
+    ]
+    came, said = run("compare", *sides, "--buckets-by", "level", "--bucket", "level/hard=0.04", capsys=capsys)
+    assert came == code, said
+    assert ("[level/hard]: 400 cases were left out" in " ".join(said.split())) == (code == 30), said
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -92,6 +92,40 @@ def test_lm_eval_perplexity_is_a_ratio_over_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("likelihood", "code", "shown"),
+    [(-1.3, 20, "harm 10.52 %"), (-1.205, 0, "harm 0.50 %"), (-1.195, 0, "harm -0.50 %"), (-1.1, 10, "harm -9.52 %")],
+    ids=["loss", "small-loss", "small-gain", "gain-to-look-at"],
+)
+def test_lambadas_perplexity_is_a_likelihood_of_each_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], likelihood: float, code: int, shown: str
+) -> None:
+    """lm-eval calls it by what it makes of all cases: a loss of 10 % was a gain, and a gain a loss."""
+    first, sides = load_lines(SAMPLES)[0], []
+    for side, value in (("a", -1.2), ("b", likelihood)):
+        rows = [
+            {k: v for k, v in first.items() if k not in ("exact_match", "bleu")}
+            | {"doc_id": i, "doc": {"question": f"{i}"}, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "filter": "none"}
+            | {"arguments": {"gen_args_0": {"arg_0": f"{i}", "arg_1": " end"}}, "resps": [[[f"{value}", "False"]]]}
+            | {"metrics": ["perplexity"], "perplexity": value + i % 7 / 100}
+            for i in range(300)
+        ]
+        (tmp_path / side).mkdir()
+        sides.append(write_lines(tmp_path / side / SAMPLES.name, rows))
+    found = read_one(sides[0])
+    perplexity = found.definitions["perplexity"]
+    assert (perplexity.estimator, perplexity.harm, perplexity.better) == ("ratio", "relative", "lower")
+    assert found.records[0].scores == {"perplexity": 1.2, "perplexity units": 1}
+    came, said = run("compare", *sides, "--metric", "perplexity", "--tolerance", 0.05, capsys=capsys)
+    assert came == code and shown in said, said
+
+
+def test_a_perplexity_of_each_case_stays_what_it_is(tmp_path: Path) -> None:
+    rows = [row | {"metrics": ["perplexity"], "perplexity": 3.5} for row in load_lines(SAMPLES)]
+    found = read_one(write_lines(tmp_path / SAMPLES.name, rows))
+    assert not found.definitions and {r.scores["perplexity,strict-match"] for r in found.records} == {3.5}
+
+
+@pytest.mark.parametrize(
     ("edit", "said"),
     [
         (lambda rows: [*rows, rows[-1]], "document 3 is there twice under the filter 'flexible-extract'"),

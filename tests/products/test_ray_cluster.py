@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
-from pipeline.products import prefetch, ray_cluster
+from pipeline.products import prefetch, ray_cluster, ray_worker
 from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.products.ray_cluster import MAX_FAILED_STARTS, MAX_FAILURES, _finish, _prepare, _Run, _run_shards
 from pipeline.products.ray_replica import RemoteReplica
@@ -463,6 +463,25 @@ def test_workers_are_as_many_as_there_are_resources_for() -> None:
     assert RayExecution(kind="ray", num_workers=7).count_workers({}) == 7
 
 
+def test_a_replica_for_which_the_cluster_has_no_node_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray waits for one without a word."""
+    execution = RayExecution(kind="ray", resources={"GPU": 1, "CPU": 4})
+    ray_cluster._tell_missing(execution, {"GPU": 1.0, "CPU": 4.0})
+    assert not capsys.readouterr().err
+    ray_cluster._tell_missing(execution, {"CPU": 64.0})
+    assert "a replica needs GPU 1, and the cluster has GPU 0: waiting for a node" in capsys.readouterr().err
+
+
+def test_shards_of_two_numbers_are_told_before_any_work(tmp_path: Path) -> None:
+    """All were evaluated once more, and then refused."""
+    for name in ("1-of-2", "2-of-2", "1-of-2-old"):
+        (tmp_path / name).mkdir()
+    assert ray_cluster._find_count(tmp_path) == 2
+    (tmp_path / "3-of-4").mkdir()
+    with pytest.raises(EvidenceError, match="expected shards of one whole, found some of 2 and some of 4"):
+        ray_cluster._find_count(tmp_path)
+
+
 def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with (
@@ -527,6 +546,20 @@ def test_a_replica_sends_whole_entries_from_where_the_driver_is(tmp_path: Path) 
     with entries.open("ab") as file:
         file.write(b" no more\n")
     assert replica.read_new({calls: 4, empty: 0}) == [(calls, 4, b"3 torn no more\n")]
+
+
+def test_an_entry_longer_than_a_chunk_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture at 4K is one; nothing behind it came, and the shard counted as finished."""
+    monkeypatch.setattr(ray_worker, "CHUNK", 8)
+    replica = Replica()
+    replica._order, replica._build = Order("model", "build/p", {}), tmp_path
+    path = tmp_path / "shards/model/1-of-2/a/pictures.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"1\n" + b"2" * 30 + b"\n3\n")
+    received, name = b"", "1-of-2/a/pictures.jsonl"
+    while new := replica.read_new({name: len(received)} if received else {}):
+        received += new[0][2]
+    assert received == path.read_bytes()
 
 
 def test_a_process_that_dies_in_a_replica_is_its_kinds_own_line_and_the_next_shard_starts_another(
