@@ -72,6 +72,7 @@ def test_what_its_folder_does_not_hold_is_looked_at_each_time(loads: list[str], 
     task = Path("tasks/mine.yaml")
     if what == "code":
         Path("tasks/code.py").write_text(CODE)
+        Path("tasks/right.txt").write_text("yes")  # that the code reads
         task.write_text(task.read_text().removesuffix("}") + ', "process_results": !function code.read_results}')
     if what == "an include elsewhere":
         Path("data/base.yaml").write_text('description: "Or not"')
