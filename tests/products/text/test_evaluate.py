@@ -30,7 +30,6 @@ import pipeline.running.shards as shards_module
 from pipeline.errors import EngineError, EvalsetError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.replica import open_replica
-from pipeline.products.text.evals.same_endpoint import forget_other_answers
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
@@ -51,8 +50,6 @@ class FakeEndpoint:
         self.broken: set[str] = set()
         self.cut: set[str] = set()  # by max_tokens
         self.fingerprint = "f1"
-        self.text = CALL
-        self.is_declared = False
 
     async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **_: Any) -> Reply:
         question = messages[-1]["content"]
@@ -61,7 +58,7 @@ class FakeEndpoint:
         if question in self.broken:
             raise EngineError("connection reset")
         return Reply(
-            text=self.text,
+            text=CALL,
             tool_calls=(),
             finish_reason="length" if question in self.cut else "stop",
             num_prompt_tokens=9,
@@ -87,13 +84,12 @@ class FakeEndpoint:
 class FakeEngine:
     """What is asked of an engine, in front of a fake endpoint; its canary is not counted as asked."""
 
-    base_urls, proof, config = ("http://fake",), "", {"engine.yaml": "a: 1\n"}
+    base_urls, proof, config, is_declared = ("http://fake",), "", {"engine.yaml": "a: 1\n"}, False
 
     def __init__(self, endpoint: FakeEndpoint) -> None:
         self._endpoint = endpoint
         self.facts = {"checkpoint": {"digest": endpoint.fingerprint}}
         self.fingerprint = endpoint.fingerprint
-        self.is_declared = endpoint.is_declared
 
     @contextlib.asynccontextmanager
     async def connect(self, *_: Any, **__: Any) -> AsyncIterator[FakeEndpoint]:
@@ -317,41 +313,6 @@ def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
     run(tmp_path, candidate)
     run(tmp_path, candidate)
     assert sorted(endpoint.asked) == sorted("abc" * 2)
-
-
-def test_an_interrupted_evaluation_of_another_model_behind_an_attached_endpoint_is_forgotten(
-    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its operator had restarted it with other weights: half of the records were the old model's."""
-
-    def interrupt() -> None:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(evaluate_module, "_run_canary", mock.Mock(side_effect=KeyboardInterrupt))
-            run(tmp_path, candidate)
-        endpoint.asked.clear()
-
-    endpoint.is_declared = True
-    serving = ServingConfig(engine="openai", base_url="http://fake", model="m")
-    candidate = make_candidate("a").model_copy(update={"serving": serving})
-    interrupt()
-    run(tmp_path, candidate)
-    assert sorted(endpoint.asked) == ["a", "b", "c"], "the same model is asked these to tell, and nothing again"
-    interrupt()
-    endpoint.text = "no call"
-    capsys.readouterr()
-    run(tmp_path, candidate)
-    assert sorted(endpoint.asked) == sorted("abc" * 2)
-    assert "answers are forgotten: the endpoint states no facts, and it answers otherwise" in capsys.readouterr().err
-    outputs = {record.output for record in read_cases(tmp_path / "build/agent/evaluations/a/first.jsonl")}
-    assert outputs == {"no call"}
-
-
-def test_an_attached_endpoint_that_writes_nothing_is_asked_all_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prose.jsonl").write_text("{}")
-    asyncio.run(forget_other_answers(FakeEndpoint(), [], tmp_path, max_tokens=8))  # type: ignore[arg-type]
-    assert not (tmp_path / "prose.jsonl").exists() and "nothing tells" in capsys.readouterr().err
 
 
 def test_a_kill_at_the_end_loses_no_answer(

@@ -28,7 +28,6 @@ from pipeline.products.text.evals.canary import (
 from pipeline.products.text.evals.canary_prompts import Prompt
 from pipeline.products.text.evals.eval_records import Paths, Served, collect_records, make_served
 from pipeline.products.text.evals.jobs import EvalJob, describe_evals, load_evalsets, pick_canary
-from pipeline.products.text.evals.same_endpoint import forget_other_answers
 from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
@@ -110,11 +109,8 @@ async def _evaluate(
             elif candidate.serving.speculative is not None:
                 plain = await _ask_plain(candidate, product, await asyncio.wrap_future(describing), root, paths.logs)
             served = await stack.enter_async_context(_serve(candidate, product, describing, paths, root))
-        prompts = pick_canary(product, served.evals)
-        if served.engine.is_declared:
-            async with served.engine.connect(product.resources, concurrency=1) as single:
-                await forget_other_answers(single, prompts, paths.journals, max_tokens=candidate.serving.max_tokens)
         records = await collect_records(served, paths, watches=watches, shards=shards, root=root)
+        prompts = pick_canary(product, served.evals)
         canary = merge_records(plain, await _run_canary(product, served, prompts))
         speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
         if speculation is None:
