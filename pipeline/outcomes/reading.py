@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from pipeline.errors import EvidenceError
 from pipeline.records.files import open_bounded
+from pipeline.records.nesting import is_deep
 
 _MAX_SHOWN = 60  # characters of a key
 _MAX_DEPTH = 200  # of objects and lists in one another; what walks through them calls itself
@@ -58,21 +59,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise EvidenceError(
             f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; was the file cut off?"
         ) from None
-    if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
+    if text.count("[") + text.count("{") > _MAX_DEPTH and is_deep(value, _MAX_DEPTH):
         raise EvidenceError(f"{where}: expected {_MAX_DEPTH} objects and lists in one another at most, got more")
     return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            part
-            for one in level
-            if isinstance(one, (dict, list))
-            for part in (one.values() if isinstance(one, dict) else one)
-        ]
-    return any(isinstance(one, (dict, list)) for one in level)
 
 
 def read_first_keys(path: Path) -> set[str]:

@@ -17,8 +17,9 @@ from pipeline.evalsets.cards import Tool
 from pipeline.evalsets.cases import Call
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.settings import ChatEval
+from pipeline.records.nesting import is_deep
 
-MAX_NESTING = 64  # of a call's arguments: a broken model writes brackets without end
+MAX_NESTING = 63  # of a call's arguments: a broken model writes brackets without end
 
 
 def parse_call(reply: Reply) -> Call | None:
@@ -33,20 +34,7 @@ def parse_call(reply: Reply) -> Call | None:
         json.dumps(call.model_dump(), ensure_ascii=False).encode()
     except (KeyError, TypeError, ValueError, ValidationError, RecursionError):
         return None
-    return None if _is_nested(call.arguments) else call
-
-
-def _is_nested(value: Any) -> bool:
-    """Whether a JSON value is nested more deeply than any tool asks for."""
-    level = [value]
-    for _ in range(MAX_NESTING):
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
-    return bool(level)
+    return None if is_deep(call.arguments, MAX_NESTING) else call
 
 
 def format_reply(reply: Reply) -> str:
