@@ -352,12 +352,15 @@ def _describe_release(rows: Sequence[PlanRow]) -> list[str]:
     needed = [row for row in rows if row.is_needed and row.power is not None]
     if not needed:
         return []
+    unknown = sum(row.is_needed and row.power is None for row in rows)
+    total = f"{len(needed)} of the {len(needed) + unknown}" if unknown else f"all {len(needed)}"
+    others = ", and nobody knows of the others before a run" if unknown else ""
     weakest = min(needed, key=lambda row: row.power or 0.0)
     chance = math.prod(row.power or 0.0 for row in needed)
     said = (
-        f"release: a candidate without a loss passes all {len(needed)} that must be proven {100 * chance:.0f} % of "
-        f"the time, if they were independent; alone the weakest, {name_metric(weakest.metric, weakest.bucket)}, "
-        f"passes {100 * (weakest.power or 0.0):.0f} %"
+        f"release: a candidate without a loss passes {total} that must be proven {100 * chance:.0f} % of the time, "
+        f"if they were independent{others}; alone the weakest, {name_metric(weakest.metric, weakest.bucket)}, passes "
+        f"{100 * (weakest.power or 0.0):.0f} %"
     )
     if chance >= POWER:
         return [said]

@@ -14,7 +14,6 @@ Not covered: what is timed. The benchmark of speed stays on the machine of its s
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import sys
 import time
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EngineError, EvidenceError, SettingsError
+from pipeline.errors import EngineError, SettingsError
 from pipeline.products import KINDS, ray_worker
 from pipeline.products.params import load_params
 from pipeline.products.ray_replica import Project, RemoteReplica, share_project, start_replica
@@ -33,7 +32,7 @@ from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import read_record
 from pipeline.running.journal import lock_candidate
 from pipeline.running.progress import Progress
-from pipeline.running.shards import Attempt, Shard
+from pipeline.running.shards import Attempt, Shard, find_count
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
@@ -57,6 +56,7 @@ class _Run:
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
     alone: set[Shard] = field(default_factory=set)  # not given out beside others: a replica that had them failed
+    earlier: dict[Path, Attempt] = field(default_factory=dict)  # of a run before, until one of this run is finished
     num_dead: int = 0
     num_retries: int = 0  # shards given out again
     num_failed_starts: int = 0  # since one was lost at work
@@ -121,10 +121,12 @@ def evaluate_on_ray(
         _tell_missing(execution, ray.cluster_resources())
         num_workers = execution.count_workers(ray.cluster_resources())
         at_once = KINDS[product.kind].shards_at_once
-        count = _find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
-        finished = _list_finished(build / "shards" / candidate)
+        count = find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
+        earlier = _read_attempts(build / "shards" / candidate)
+        finished = _list_finished(earlier)
         shards = [Shard(number, count) for number in range(1, count + 1)]
-        run = _Run(ray, execution, order, at_once, count, deque(shard for shard in shards if shard not in finished))
+        waiting = deque(shard for shard in shards if shard not in finished)
+        run = _Run(ray, execution, order, at_once, count, waiting, earlier=earlier)
         replicas = [start_replica(ray, execution, at_once) for _ in range(min(num_workers, max(1, len(run.waiting))))]
         _finish(run, _run_shards(run, replicas, project), project)
 
@@ -220,6 +222,7 @@ def _finish_shard(run: _Run, replica: RemoteReplica, shard: Shard, reference: An
         run.ray.get(reference)
         replica.take_rest(run.folder, shard)
         replica.shards.discard(shard)
+        _drop_stale(run)
         return
     except run.ray.exceptions.RayError as error:
         problem = None if was_lost else _lose(run, replica, error)
@@ -347,26 +350,42 @@ def _format_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
-def _find_count(folder: Path) -> int | None:
-    """Return in how many shards an earlier run was cut; None where there is none.
+def _read_attempts(folder: Path) -> dict[Path, Attempt]:
+    return {path.parent: read_record(path, Attempt) for path in sorted(folder.glob("*-of-*/*/attempt.json"))}
 
-    Raises:
-        EvidenceError: there are some of several, which can't be joined.
+
+def _list_finished(attempts: Mapping[Path, Attempt]) -> set[Shard]:
+    return {Shard(attempt.number, attempt.count) for attempt in attempts.values() if attempt.is_finished}
+
+
+def _drop_stale(run: _Run) -> None:
+    """Drop what an earlier run evaluated with other settings, cases or code, as the first new shard tells.
+
+    Beside it, no evaluation could be made of the new shards. Those that were finished so wait again.
     """
-    names = [re.fullmatch(r"\d+-of-(\d+)", path.name) for path in folder.glob("*-of-*")]
-    counts = sorted({int(name[1]) for name in names if name})
-    if len(counts) > 1:
-        raise EvidenceError(
-            f"{folder}: expected shards of one whole, found some of {' and some of '.join(map(str, counts))}; remove "
-            "the folders of one kind"
+    now = _read_attempts(run.folder)
+    new = [attempt for path, attempt in now.items() if path not in run.earlier and attempt.is_finished]
+    if not run.earlier or not new:
+        return
+    keys = {name: made.key for attempt in new for name, made in attempt.evals.items()}
+    stale = {
+        path: attempt
+        for path, attempt in run.earlier.items()
+        if any(keys.get(name, made.key) != made.key for name, made in attempt.evals.items())
+    }
+    run.earlier = {}
+    for path in stale:
+        shutil.rmtree(path)
+    left = _list_finished({path: attempt for path, attempt in now.items() if path not in stale})
+    again = sorted(_list_finished(stale) - left, key=lambda shard: shard.number)
+    run.waiting.extend(again)
+    if again:
+        print(
+            f"  {run.order.candidate}: {len(again)} shards of an earlier run had other settings, cases or code: they "
+            "are evaluated again",
+            file=sys.stderr,
+            flush=True,
         )
-    return counts[0] if counts else None
-
-
-def _list_finished(folder: Path) -> set[Shard]:
-    """Return the shards that an earlier run finished."""
-    attempts = [read_record(path, Attempt) for path in folder.glob("*-of-*/*/attempt.json")]
-    return {Shard(attempt.number, attempt.count) for attempt in attempts if attempt.is_finished}
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ DVC_STAGE = "DVC_STAGE"  # the variable in which DVC names the stage that it run
 STEP = "QUANTGATE_STEP"  # the variable that names the step of this process and its workers, as in "evaluate@int8"
 _FACT_EVERY_S, _LINE_EVERY_S = 0.5, 10.0
 _STEADY_AFTER_S = 10.0  # the rate of the first cases says little: they warm caches, and the first batch ends at once
+_LEAST_SHARE = 0.02  # of what was not kept: many cases begin at once, and when the first ends its rate says hours
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def measure_rate(fact: Fact, seconds: float) -> float:
 def predict_left_s(fact: Fact, seconds: float) -> float | None:
     """Return the seconds that a piece of work still takes at its rate so far; None: nobody knows."""
     rate = measure_rate(fact, seconds)
-    return (fact.total - fact.done) / rate if rate and seconds >= _STEADY_AFTER_S else None
+    is_steady = seconds >= _STEADY_AFTER_S and fact.done - fact.kept >= _LEAST_SHARE * (fact.total - fact.kept)
+    return (fact.total - fact.done) / rate if rate and is_steady else None
 
 
 def format_fact(fact: Fact, seconds: float, *, left_s: float | None = None) -> str:

@@ -311,7 +311,7 @@ def _format_step(phase: Phase, step: Step) -> str:
     """Return how far a step is, as words."""
     left_s = phase.predict_step_s(step)
     for fact, began in step.find_work(phase.now):
-        return format_fact(fact, phase.now - began, left_s=left_s or 0.0)
+        return format_fact(fact, phase.now - began, left_s=left_s)
     left = "" if left_s is None else f", about {format_duration(left_s)} left"
     return f"{format_duration(phase.now - step.start)} so far{left}"
 

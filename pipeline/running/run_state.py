@@ -17,7 +17,6 @@ from pipeline.running.progress import Fact, predict_left_s
 
 Clock = Callable[[], float]
 _RESTS_AFTER_S = 10.0  # while cases of another eval have the places
-_LEAST_SHARE = 0.02  # of a piece's rest: many cases begin at once, and when the first ends its rate says hours
 
 Ending = Literal["done", "failed", "interrupted"]
 
@@ -259,7 +258,7 @@ class Phase:
     def predict_step_s(self, step: Step) -> float | None:
         """Return the seconds that a step at work still takes; None: nobody knows."""
         now = self._clock()
-        known = (predict_left_s(fact, now - began) for fact, began in step.find_work(now) if _has_pace(fact))
+        known = (predict_left_s(fact, now - began) for fact, began in step.find_work(now))
         by_rate = max((left_s for left_s in known if left_s is not None), default=None)
         if (last := self._last.find(step.name)) is None:
             return by_rate  # of the pieces of work at hand
@@ -288,7 +287,3 @@ class Phase:
     def _predict_s(self, name: str) -> float:
         last = self._last.find(name)
         return 0.0 if last is None else last.predict_s(self._count_jobs(name))
-
-
-def _has_pace(fact: Fact) -> bool:
-    return fact.done - fact.kept >= _LEAST_SHARE * (fact.total - fact.kept)

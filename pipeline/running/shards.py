@@ -257,24 +257,35 @@ def find_shards(build: Path, candidate: str) -> Shards | None:
         raise EvidenceError(
             f"{foreign}: expected shards of {candidate!r}, found {attempts[foreign].candidate!r}; remove it"
         )
-    counts = sorted({attempt.count for attempt in attempts.values()})
-    if len(counts) > 1:
-        raise EvidenceError(
-            f"{folder}: expected shards of one whole, found some of {' and some of '.join(map(str, counts))}; remove "
-            "the folders of one kind"
-        )
+    count = find_count(folder) or 0
     finished = {attempt.number for attempt in attempts.values() if attempt.is_finished}
-    if missing := [number for number in range(1, counts[0] + 1) if number not in finished]:
+    if missing := [number for number in range(1, count + 1) if number not in finished]:
         raise EvidenceError(
-            f"{folder}: expected {counts[0]} finished shards, found {len(finished)}; missing: "
+            f"{folder}: expected {count} finished shards, found {len(finished)}; missing: "
             f"{', '.join(map(str, missing[:20]))}{', ...' if missing[20:] else ''}; run `python -m stages.evaluate "
-            f"{candidate} --shard {missing[0]}/{counts[0]}`, or remove the folder to evaluate here"
+            f"{candidate} --shard {missing[0]}/{count}`, or remove the folder to evaluate here"
         )
     for home, attempt in attempts.items():
         for name, made in attempt.evals.items():
             if made.sha256 is not None:
                 _check_whole(home / f"{name}.jsonl", made)
     return Shards(folder, attempts)
+
+
+def find_count(folder: Path) -> int | None:
+    """Return in how many shards a candidate's folder of shards was cut; None where it holds none.
+
+    Raises:
+        EvidenceError: there are some of several numbers, which can't be joined.
+    """
+    names = [re.fullmatch(r"\d+-of-(\d+)", path.name) for path in folder.glob("*-of-*")]
+    counts = sorted({int(name[1]) for name in names if name})
+    if len(counts) > 1:
+        raise EvidenceError(
+            f"{folder}: expected shards of one whole, found some of {' and some of '.join(map(str, counts))}; remove "
+            "the folders of one kind"
+        )
+    return counts[0] if counts else None
 
 
 def _check_whole(path: Path, made: ShardEval) -> None:

@@ -279,3 +279,11 @@ def test_a_release_is_said_to_pass_as_often_as_all_of_its_metrics() -> None:
     said = render_plan(rows).splitlines()[-1]
     assert f"passes all 2 that must be proven {100 * powers[0] * powers[1]:.0f} % of the time" in said
     assert "release:" not in render_plan(plan(on_inconclusive="warn"))
+
+
+def test_metrics_that_need_a_run_are_not_counted_as_passed() -> None:
+    """Of 15 that must be proven, 12 of them known, "all 12 that must be proven" was said."""
+    rows = plan({"workflows": {None: SuiteSize(1_000, 1_000.0)}}, on_inconclusive="block")
+    assert [row.power is None for row in rows] == [False, True]
+    said = render_plan(rows).splitlines()[-1]
+    assert "passes 1 of the 2 that must be proven" in said and "nobody knows of the others before a run" in said

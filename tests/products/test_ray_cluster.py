@@ -26,8 +26,9 @@ from pipeline.products.params import find_owner, list_project_files, load_params
 from pipeline.products.ray_cluster import MAX_FAILED_STARTS, MAX_FAILURES, _finish, _prepare, _Run, _run_shards
 from pipeline.products.ray_replica import RemoteReplica
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
+from pipeline.records.record_files import write_record
 from pipeline.running.progress_view import View
-from pipeline.running.shards import Shard
+from pipeline.running.shards import Attempt, Shard, ShardEval, find_count
 from pipeline.running.staleness import Plan
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
@@ -472,14 +473,72 @@ def test_a_replica_for_which_the_cluster_has_no_node_is_told(capsys: pytest.Capt
     assert "a replica needs GPU 1, and the cluster has GPU 0: waiting for a node" in capsys.readouterr().err
 
 
+def write_attempt(folder: Path, name: str, number: int, key: str, *, is_finished: bool = True) -> Path:
+    """Write an attempt at one of three shards."""
+    path = folder / "shards/model" / f"{number}-of-3" / name / "attempt.json"
+    path.parent.mkdir(parents=True)
+    made = {"calls": ShardEval(key=key)}
+    attempt = Attempt(
+        candidate="model",
+        number=number,
+        count=3,
+        host="a",
+        fingerprint="f",
+        facts={},
+        evals=made,
+        is_finished=is_finished,
+    )
+    write_record(path, attempt)
+    return path.parent
+
+
+def start_again(folder: Path) -> _Run:
+    """Return a run that begins where another ended, with no shard that waits."""
+    execution, order = RayExecution(kind="ray", num_workers=1), Order("model", folder.as_posix(), {})
+    run = _Run(PlayedRay(), execution, order, 1, 3, deque())
+    run.earlier = ray_cluster._read_attempts(run.folder)
+    return run
+
+
+def test_shards_of_other_settings_are_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were refused when all the others had been evaluated, which were then removed with them."""
+    stale = [write_attempt(tmp_path, "1", 1, "old"), write_attempt(tmp_path, "1", 3, "old", is_finished=False)]
+    kept = write_attempt(tmp_path, "1", 2, "new")
+    run = start_again(tmp_path)
+    write_attempt(tmp_path, "2", 3, "new", is_finished=False)
+    ray_cluster._drop_stale(run)
+    assert all(path.is_dir() for path in stale), "nothing is known before a shard is finished"
+    fresh = write_attempt(tmp_path, "3", 3, "new")
+    ray_cluster._drop_stale(run)
+    assert list(run.waiting) == [Shard(1, 3)]
+    assert not any(path.exists() for path in stale) and kept.is_dir() and fresh.is_dir()
+    assert "1 shards of an earlier run had other settings, cases or code" in capsys.readouterr().err
+
+
+def test_a_shard_that_was_finished_in_both_ways_waits_not_again(tmp_path: Path) -> None:
+    write_attempt(tmp_path, "1", 1, "old")
+    write_attempt(tmp_path, "2", 1, "new")
+    run = start_again(tmp_path)
+    write_attempt(tmp_path, "3", 3, "new")
+    ray_cluster._drop_stale(run)
+    assert not run.waiting and len(ray_cluster._read_attempts(run.folder)) == 2
+
+
+def test_a_finished_shard_shows_which_earlier_ones_are_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[_Run] = []
+    monkeypatch.setattr(ray_cluster, "_drop_stale", asked.append)
+    run, _ = run_all(tmp_path, [PlayedActor("a", works)], 2, monkeypatch)
+    assert asked == [run, run]
+
+
 def test_shards_of_two_numbers_are_told_before_any_work(tmp_path: Path) -> None:
     """All were evaluated once more, and then refused."""
     for name in ("1-of-2", "2-of-2", "1-of-2-old"):
         (tmp_path / name).mkdir()
-    assert ray_cluster._find_count(tmp_path) == 2
+    assert find_count(tmp_path) == 2
     (tmp_path / "3-of-4").mkdir()
     with pytest.raises(EvidenceError, match="expected shards of one whole, found some of 2 and some of 4"):
-        ray_cluster._find_count(tmp_path)
+        find_count(tmp_path)
 
 
 def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,9 @@ def test_a_fact_that_can_t_be_written_costs_nothing(monkeypatch: pytest.MonkeyPa
         (30, 10, 10.0, 35.0),  # the journal's cases took no time now
         (10, 10, 10.0, None),
         (1, 0, 2.0, None),  # the first case alone says little
+        (1, 0, 30.0, None),  # nor does it of many that began at once
+        (2, 0, 30.0, 1470.0),
+        (91, 90, 30.0, 270.0),  # a tenth of those that were left
         (100, 0, 20.0, 0.0),
     ],
 )

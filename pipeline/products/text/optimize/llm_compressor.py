@@ -41,6 +41,7 @@ from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.model_loading import hide_progress_bars
+from pipeline.products.text.optimize.float32_products import Float32Products, list_slow_dtypes
 from pipeline.products.text.optimize.layers import LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.schemes import NumberFormat, Scheme
@@ -73,7 +74,11 @@ def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequen
     if batches:
         loader = torch.utils.data.DataLoader(batches, batch_size=None)
         data = {"dataset": loader, "num_calibration_samples": len(batches)}
-    with quiet_library(), patch.object(_LIBRARY, "norm_calibration_context", _keep_norms):
+    with (
+        quiet_library(),
+        Float32Products(list_slow_dtypes()),
+        patch.object(_LIBRARY, "norm_calibration_context", _keep_norms),
+    ):
         oneshot(model=model, tokenizer=tokenizer, recipe=recipe, **data)
 
 
