@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from pipeline.gate.pairing import Evidence, PairedCases
+from pipeline.gate.verdicts import WATCHED_METRIC
 from pipeline.records.detections import UNKNOWN
 from pipeline.settings.base import Tolerance
 
-WATCHED_METRIC = "ap"
 # clusters that hold a category: ten that all lose are p = 0.001, no chance even beside 50 other comparisons
 MIN_CATEGORY_CLUSTERS = 10
 _MAX_NAMED = 10

@@ -15,7 +15,7 @@ from typing import cast
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings, P
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, name_unwatched
+from pipeline.gate.categories import check_categories, list_watched, name_unwatched
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
@@ -23,6 +23,7 @@ from pipeline.gate.measure import estimate_metrics, list_pair_buckets, measure_m
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.tolerance_checks import check_loss_can_show, describe_large_tolerance
 from pipeline.gate.verdicts import (
+    WATCHED_METRIC,
     Judgement,
     build_policy,
     is_blocking,

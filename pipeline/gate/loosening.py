@@ -22,11 +22,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.verdicts import GatedTolerance, LoosenedSetting, Policy
+from pipeline.gate.verdicts import WATCHED_METRIC, GatedTolerance, LoosenedSetting, Policy
 from pipeline.records.checksums import SUMS, read_sums
 from pipeline.records.digests import digest_bytes, digest_json
 from pipeline.records.files import read_bounded
 from pipeline.settings.base import RELEASE
+from pipeline.settings.metrics import AREAS
 
 MANIFEST = "manifest.json"
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
@@ -249,6 +250,7 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
         yield "on_inconclusive", "block", "warn"
     for metric, tolerance in last.tolerances.items():
         yield from _compare_tolerances(f"tolerances.{metric}", tolerance, now.tolerances.get(metric))
+    yield from _compare_watched(last, now)
     noticed, rate = last.canary.get("target_rate"), now.canary.get("target_rate")
     if noticed is not None and (rate is None or rate > noticed):
         yield "canary.target_rate", noticed, _as_value(rate)
@@ -317,6 +319,35 @@ def _compare_tolerances(
     for part, (was, allowed) in limits.items():
         if was is not None and (allowed is None or allowed > was):
             yield f"{key}.{part}", was, _as_value(allowed)
+
+
+def _compare_watched(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
+    """Compare the categories that got a tolerance of their own, as each was judged by that of AP before.
+
+    Where params.yaml names none, whatever is no area of objects may be one.
+    """
+    for name in _list_gated(last):
+        metric = f"{name}/{WATCHED_METRIC}"
+        was, own = last.tolerances.get(metric), now.tolerances.get(metric)
+        if was is None or was.overall is None or own is None:  # nothing was watched, or its own reason says that
+            continue
+        settings = now.evals.get(name, {})
+        may_be = settings.get("categories") or ()
+        for bucket in sorted(_list_own_buckets(now, name) - _list_own_buckets(last, name)):
+            allowed = own.buckets.get(bucket)
+            is_category = bucket in may_be if may_be else bucket not in {*AREAS, *settings.get("areas", ())}
+            if is_category and (allowed is None or allowed > was.overall):
+                yield f"tolerances.{metric}.buckets.{bucket}", was.overall, _as_value(allowed)
+
+
+def _list_own_buckets(policy: Policy, eval_name: str) -> set[str]:
+    """Return the buckets of an eval with a tolerance that can stop a release: these are not watched."""
+    return {
+        bucket
+        for metric, tolerance in policy.tolerances.items()
+        if metric.startswith(f"{eval_name}/") and tolerance.tier != "advisory"
+        for bucket in tolerance.buckets
+    }
 
 
 def _tell(value: Value) -> str:

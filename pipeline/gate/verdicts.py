@@ -23,6 +23,7 @@ from pipeline.settings.base import REPORTS, Product, Tier
 
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.md"  # in a product's folder of reports
 OWN_PATH = "its own path without drafts"  # the name of a canary's baseline that is not the reference
+WATCHED_METRIC = "ap"  # whose tolerance judges each category of a detector that has none (`categories.py`)
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 
 

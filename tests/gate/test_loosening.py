@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
-from pipeline.gate.verdicts import Policy, build_policy
+from pipeline.gate.verdicts import GatedTolerance, Policy, build_policy
 from pipeline.records.checksums import SUMS, write_sums
 from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
@@ -227,6 +227,25 @@ def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released
     ).loosened
     other = MATERIAL | {"evals.workflows.cases": "e" * 64}
     check_loosening(changed.model_copy(update={"loosened": reason}), released, material=other)
+
+
+def test_a_category_that_ap_watched_gets_a_wider_tolerance_by_a_reason_alone() -> None:
+    """A category could lose nine tenths by a tolerance of its own, and nobody was asked why."""
+    ap, ap_50 = "calls/ap", "calls/ap_50"
+    last = policy().model_copy(update={"tolerances": {ap: GatedTolerance(overall=0.02, buckets={"tiny": 0.1})}})
+
+    def compare(buckets: dict[str, float], other: GatedTolerance | None = None, **evals: Any) -> list[Any]:
+        tolerances = {ap: GatedTolerance(overall=0.02, buckets={"tiny": 0.1} | buckets)}
+        tolerances |= {ap_50: other} if other else {}
+        return list(list_loosened(last, last.model_copy(update={"tolerances": tolerances} | evals)))
+
+    own = f"tolerances.{ap}.buckets.person"
+    assert compare({"person": 0.9}) == [(own, 0.02, 0.9)]
+    assert compare({}, GatedTolerance(overall=None, buckets={"person": 0.9})) == [(own, 0.02, "not set")]
+    assert not compare({"person": 0.02, "small": 0.9}), "no wider, and an area is not watched"
+    assert not compare({}, GatedTolerance(overall=None, buckets={"person": 0.9}, tier="advisory"))
+    known = {"calls": policy().evals["calls"] | {"categories": {"person": 1}, "areas": {"far": [0, 9]}}}
+    assert compare({"person": 0.9, "night": 0.9, "far": 0.9}, evals=known) == [(own, 0.02, 0.9)]
 
 
 @pytest.mark.parametrize(
