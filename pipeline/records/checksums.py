@@ -29,18 +29,21 @@ def read_sums(text: str) -> Iterator[tuple[str, str]]:
         yield name, digest
 
 
+def find_links(folder: Path) -> list[str]:
+    """Return what is a link, one line each, in the order of names: what it leads to may be another thing tomorrow."""
+    return [
+        f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink()
+    ]
+
+
 def find_changes(folder: Path) -> list[str]:
     """Return what is not as it was when the sums were written, one line each, in the order of names."""
     try:
         text = read_bounded(folder / SUMS).decode()
     except (OSError, UnicodeDecodeError, EvidenceError):
         return [f"{folder / SUMS}: expected the digests of all files, found no text file of that name"]
-    if links := [
-        f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink()
-    ]:
-        return links
     found = _digest(folder)
     if text == _render(found):
         return []
