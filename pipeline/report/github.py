@@ -159,7 +159,8 @@ def index_lines(settings: str) -> Callable[[Key], int]:
         for key in path:
             if not isinstance(node, Mapping) or key not in node:
                 break
-            line = node.lc.key(key)[0] + 1  # type: ignore[attr-defined]
+            if own := (node.lc.data or {}).get(key):  # type: ignore[attr-defined]  # none of a key that `<<` merges
+                line = own[0] + 1
             node = node[key]
         return line
 

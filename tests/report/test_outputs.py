@@ -291,6 +291,17 @@ def test_every_tolerance_of_the_shipped_settings_has_its_line() -> None:
     assert find_line(("no", "such")) == 1
 
 
+def test_a_tolerance_that_is_merged_from_elsewhere_has_its_line_there() -> None:
+    """A failing gate ended in a traceback on GitHub, where params.yaml shares tolerances by `<<`."""
+    text = "products:\n  a:\n    gate:\n      tolerances: &all\n        x/y: {overall: 0.02}\n"
+    text += "  b:\n    gate:\n      tolerances:\n        <<: *all\n  c:\n    gate:\n      tolerances:\n"
+    text += "        z/y: {overall: 0.02}\n        <<: *all\n"
+    find_line = index_lines(text)
+    for product, line in (("a", 5), ("b", 5), ("c", 5)):
+        assert find_line(("products", product, "gate", "tolerances", "x/y", "overall")) == line
+    assert find_line(("products", "c", "gate", "tolerances", "z/y", "overall")) == 13
+
+
 def test_a_message_can_not_forge_an_annotation(compared: ReleaseComparison) -> None:
     judgement = replace_verdict(compared.judgement, "broken", reasons=(refuse(HOSTILE),))
     messages = [m for _, _, m in read_annotations(render_annotations(judgement, "gate: {}\n")) if "forged" in m]
