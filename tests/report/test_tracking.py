@@ -255,6 +255,9 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
 
     log_runs([changed], tmp_path, product=PRODUCT, dvc_experiment="sweep-1")
     assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "gptq-short (sweep-1)", "reference"]
+    # git and DVC take an apostrophe in the name of an experiment, a query of MLflow ends at it
+    named = [log_runs([changed], tmp_path, product="named", dvc_experiment="o'brien")[0] for _ in range(2)]
+    assert [run.is_new for run in named] == [True, False]
 
     (other,) = log_runs([runs[1]], tmp_path, product="other")
     assert other.is_new and list_names(tmp_path, "other") == ["gptq-short"], "another product has its own experiment"

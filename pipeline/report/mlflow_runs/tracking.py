@@ -136,7 +136,7 @@ def _find_experiment(client: Any, name: str, root: Path) -> str:
 
 
 def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Path], dvc_experiment: str) -> LoggedRun:
-    group = f"{dvc_experiment}/{run.candidate}"
+    group = f"{dvc_experiment}/{run.candidate}".replace("'", "%27")  # which ends a text in a query
     earlier = search_runs(client, experiment_id, f"tags.`{GROUP}` = '{group}'")
     same = next((r for r in earlier if r.data.tags.get(_KEY) == run.key and r.info.status == "FINISHED"), None)
     for other in earlier:
