@@ -21,6 +21,8 @@ from pipeline.settings.metrics import MetricDefinition
 _MAX_DIGITS = 6  # behind the point of a percentage
 # A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.
 _IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&#36;", "~": "&#126;", "`": "'"})
+_BACKSLASH = re.compile(r"\\(?=[!-/:-@\[-`{-~]|$)")  # before punctuation, an entity's "&" too, it would hide itself
+_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # not within a word
 # GitHub makes links of @name, #12, GH-12, http:// and www. and tells people of them; a space without width prevents it
 _LINKED = re.compile(r"(?<!\w)@(?=\w)|(?<![\w&])#(?=\d)|\b[Gg][Hh]-(?=\d)|:(?=//)|\bwww(?=\.)")
 
@@ -136,13 +138,20 @@ def escape_markdown(text: str) -> str:
     Entities rather than backslashes, which mean nothing between HTML tags. "<" stays before a digit, where it opens
     no tag, as in "p <1e-6".
     """
-    line = _LINKED.sub(r"\g<0>&#8203;", show_unprintable(text).translate(_IN_MARKDOWN))
+    line = _BACKSLASH.sub("&#92;", show_unprintable(text).translate(_IN_MARKDOWN))
+    line = _LINKED.sub(r"\g<0>&#8203;", _EMPHASIS.sub("&#95;", line))
     return re.sub(r"<(?!\d)", "&lt;", line).replace("](", "]&#40;")
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:
     """Sort key that puts "steps_2" before "steps_10"."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+    return [_natural_part(part) for part in re.split(r"(\d+)", text) if part]
+
+
+def _natural_part(part: str) -> tuple[int, str]:
+    """Return a number's length and digits, as Python reads no number of 5,000 digits; "①" and "²" are no numbers."""
+    digits = part.lstrip("0")
+    return (len(digits), digits) if part.isdecimal() else (-1, part)
 
 
 def _clean(value: float, digits: int) -> float:

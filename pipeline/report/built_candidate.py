@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.gate.wording import escape_markdown
 from pipeline.records.evaluations import BuiltCandidate, ShardCounts
+from pipeline.report.markdown import render_name
 
 
 def describe_built_candidate(candidate: BuiltCandidate) -> str:
@@ -22,7 +23,7 @@ def describe_built_candidate(candidate: BuiltCandidate) -> str:
             f"Coverage: {', '.join(counts)}; the former hold "
             f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB."
         )
-    sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
+    sentences += [f"Fallback: {render_name(f.layer)}: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
     return " ".join(sentences)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.gate.wording import escape_markdown, format_value
+from pipeline.gate.wording import escape_markdown, format_value, natural_key
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,9 @@ def test_all_and_none_are_said_only_of_all_and_none(right: int, n: int, said: st
         ("ends with <", "ends with &lt;"),
         ("&lt;", "&amp;lt;"),
         ("a|b", "a&#124;b"),
-        ("a\\|b", "a\\&#124;b"),
+        ("a\\|b", "a&#92;&#124;b"),  # a backslash left before the entity would show it as it is written
+        ("C:\\new \\d+ \\", "C:\\new \\d+ &#92;"),
+        ("__main__ _x a_b", "&#95;&#95;main&#95;&#95; &#95;x a_b"),
         ("**PASS** $x$", "&#42;&#42;PASS&#42;&#42; &#36;x&#36;"),
         ("run `dvc repro`", "run 'dvc repro'"),
         ("![x](y)", "![x]&#40;y)"),
@@ -43,3 +45,16 @@ def test_all_and_none_are_said_only_of_all_and_none(right: int, n: int, said: st
 )
 def test_a_text_stays_in_its_line_of_markdown(text: str, said: str) -> None:
     assert escape_markdown(text) == said
+
+
+def test_names_are_sorted_as_people_count_and_any_name_is_sorted() -> None:
+    """A bucket "①" was a traceback, and so was a case whose name has 5,000 digits."""
+    assert sorted(["10", "①", "x2²", "9" * 5_000, "007", ""], key=natural_key) == [
+        "",
+        "x2²",
+        "①",
+        "007",
+        "10",
+        "9" * 5_000,
+    ]
+    assert sorted(["s_10", "s_2", "s_02b", "s_2a"], key=natural_key) == ["s_2", "s_2a", "s_02b", "s_10"]

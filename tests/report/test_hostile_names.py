@@ -14,8 +14,10 @@ import pipeline.__main__ as command
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, show_unprintable
+from pipeline.records.evaluations import BuiltCandidate, Fallback
 from pipeline.records.reasons import Reason
 from pipeline.records.record_files import read_record
+from pipeline.report.built_candidate import describe_built_candidate
 from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
@@ -232,3 +234,10 @@ def test_what_is_harmless_stays_as_it_is() -> None:
     for text in ("run `dvc repro -s evaluate@reference`", "a@b", "issue # 12", "http and www", "C#1"):
         assert escape_markdown(text) == text.replace("`", "'")
     assert render_block("```\nx")[0] == "````text"
+
+
+def test_a_name_in_code_style_stays_as_it_is() -> None:
+    """Entities are not read within code: a layer `_orig_mod.a&b` stood there as `_orig_mod.a&amp;b`."""
+    fallback = Fallback(layer="_orig_mod.a&b", reason="an odd_ width")
+    built = BuiltCandidate.model_construct(steps=(), coverage=(), fallbacks=(fallback,))
+    assert "`_orig_mod.a&b`: an odd&#95; width" in describe_built_candidate(built)

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.wording import escape_markdown
 from pipeline.products.images.findings.decoder import read_notes
+from pipeline.report.markdown import render_name
 from pipeline.report.sections import Block, Folded, Table
 
 
@@ -17,7 +18,7 @@ def describe_files(evidence: Evidence, reference: Evidence) -> str:
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     return (
         "Files that differ from the reference's: "
-        + (", ".join(f"`{escape_markdown(name)}`" for name in differing) or "none")
+        + (", ".join(render_name(name) for name in differing) or "none")
         + "."
     )
 

@@ -21,6 +21,7 @@ from pipeline.products.vision.findings.speed import (
 )
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
+from pipeline.report.markdown import render_name
 
 _NOTHING = "–"
 _CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
@@ -159,7 +160,7 @@ def _fill_numbers(notes: NetworkNotes) -> dict[str, str]:
 
 
 def _name_layer(name: str, is_named: bool) -> str:
-    return f" in `{escape_markdown(name)}`" if is_named else ""
+    return f" in {render_name(name)}" if is_named else ""
 
 
 def find_worst_layer(layers: Mapping[str, LayerNotes]) -> str:

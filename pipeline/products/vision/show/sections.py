@@ -17,6 +17,7 @@ from pipeline.products.vision.findings.speed import describe_emulation, describe
 from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom, has_policy
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
+from pipeline.report.markdown import render_name
 from pipeline.report.pictures.images import measure_given
 from pipeline.report.sections import Block, Folded, Table
 
@@ -36,7 +37,7 @@ def build_network_blocks(evidence: Evidence) -> list[Block]:
     blocks += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
-        blocks.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
+        blocks.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is {render_name(first)}.")
     if notes and notes.layout and notes.layout.other_formats:
         blocks.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
     if (tiling := candidate.serving.tiling) is not None:
@@ -90,7 +91,7 @@ def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
     sentences = []
     for what, group in groups.items():
         if len(group) == 1:
-            sentences.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
+            sentences.append(f"Fallback: {render_name(group[0].layer)}: {escape_markdown(group[0].reason)}.")
         else:
             why = Counter(fallback.reason.rpartition(": ")[0] for fallback in group)
             counts = ", ".join(f"{num} {reason}" for reason, num in why.most_common() if reason)
@@ -103,7 +104,7 @@ def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
 
 
 def _list_names(names: Sequence[str], *, limit: int = 8) -> str:
-    shown = ", ".join(f"`{escape_markdown(name or '(network)')}`" for name in names[:limit])
+    shown = ", ".join(render_name(name or "(network)") for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
@@ -127,7 +128,7 @@ def _describe_layer(
     reason = "; ".join(filter(None, [named, fallbacks.get(layer.layer, "")]))
     numbers = [format_error(found), format_headroom(found)] if found else ["–", "–"]
     return [
-        f"`{escape_markdown(layer.layer)}`",
+        render_name(layer.layer),
         *map(escape_markdown, (algorithm or "direct", dtype)),
         *numbers,
         escape_markdown(reason),
@@ -159,9 +160,7 @@ def _describe_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> lis
     if not levels:
         return []
     worst, case_id = max(levels, key=lambda pair: pair[0])
-    return [
-        f"{eval_name}: the worst single stitch of all steps by {worst:.1f} levels, of `{escape_markdown(case_id)}`."
-    ]
+    return [f"{eval_name}: the worst single stitch of all steps by {worst:.1f} levels, of {render_name(case_id)}."]
 
 
 def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:
