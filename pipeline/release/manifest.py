@@ -150,10 +150,12 @@ def read_versions(path: Path) -> dict[str, str]:
 def read_git(root: Path) -> GitState | None:
     """Return where the code stands; None where it is under no git."""
     commit = _run_git(root, "rev-parse", "HEAD")
-    status = _run_git(root, "status", "--porcelain=v1", "--no-renames", "-z")
-    if commit is None or status is None:
+    prefix = _run_git(root, "rev-parse", "--show-prefix")  # "" but for a project in a folder of its repository
+    status = _run_git(root, "status", "--porcelain=v1", "--no-renames", "-z", ".")
+    if commit is None or prefix is None or status is None:
         return None
-    changed = sorted(entry[3:] for entry in status.split("\0") if entry and not entry[3:].startswith(_WRITTEN))
+    paths = [entry[3:].removeprefix(prefix.removesuffix("\n")) for entry in status.split("\0") if entry]
+    changed = sorted(path for path in paths if not path.startswith(_WRITTEN))
     return GitState(commit=commit.strip(), is_clean=not changed, changed=tuple(changed))
 
 

@@ -160,6 +160,17 @@ def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle: Path, tmp_p
     assert f"{bundle / 'verdict.json'}: a link; a bundle holds its files itself" in verify_bundle(bundle).problems
 
 
+def test_nothing_is_read_through_a_link_of_a_bundle(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A linked folder was copied with all that is in it, to judge again: one that leads to / had no end."""
+    monkeypatch.setattr("pipeline.release.verification.restore_records", lambda *_: pytest.fail("it was followed"))
+    (bundle / "evaluations" / "more").symlink_to(tmp_path)
+    assert verify_bundle(bundle).problems == [
+        f"{bundle / 'evaluations' / 'more'}: a link; a bundle holds its files itself"
+    ]
+
+
 def test_records_that_an_index_names_elsewhere_are_not_read(bundle: Path, tmp_path: Path) -> None:
     """What is wrong with a line was told with the line, whosever file it was."""
     (tmp_path / "elsewhere.jsonl").write_text("a word of nobody's business\n")
@@ -512,3 +523,14 @@ def test_git_says_where_the_code_stands(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "code.py").write_text("2")
     state = read_git(tmp_path)
     assert state is not None and not state.is_clean and state.changed == ("code.py",)
+    project = tmp_path / "project"  # in a repository with others: what their changes are is no matter of its release
+    (project / "reports").mkdir(parents=True)
+    (project / "kept.py").write_text("1")
+    git("add", "project")
+    git("commit", "-m", "two")
+    (project / "reports/verdict.json").write_text("{}")
+    state = read_git(project)
+    assert state is not None and state.is_clean
+    (project / "kept.py").write_text("2")
+    state = read_git(project)
+    assert state is not None and state.changed == ("kept.py",)
