@@ -130,7 +130,7 @@ def list_texts(params: Params) -> set[str]:
 def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
     """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
 
-    A checkpoint of another candidate is needed all the same where this one names it, or a file in it: as its draft, say.
+    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say.
 
     Args:
         params: the whole file, which lies in the current folder.

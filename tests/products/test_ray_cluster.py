@@ -733,10 +733,8 @@ def test_a_node_is_sent_the_draft_of_a_candidate_though_it_is_one_of_its_own(mon
     for name, checkpoint, steps in (("fast", "models/agent", [draft]), ("small", "models/agent-draft", [])):
         data["candidates"][name] = {"product": "agent", "checkpoint": checkpoint, "steps": steps}
     params = parse_params(data)
-    drafts = {
-        name: [path for path in list_project_files(params, params.products["agent"], name) if "agent-draft" in path.parts]
-        for name in ("agent", "fast", "small")
-    }
+    sent = {name: list_project_files(params, params.products["agent"], name) for name in ("agent", "fast", "small")}
+    drafts = {name: [path for path in paths if "agent-draft" in path.parts] for name, paths in sent.items()}
     assert drafts["fast"] == drafts["small"] != [] == drafts["agent"]
 
 
