@@ -130,14 +130,17 @@ def list_texts(params: Params) -> set[str]:
 def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
     """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
 
+    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say.
+
     Args:
         params: the whole file, which lies in the current folder.
         product: that owns the candidate.
         name: of the candidate.
     """
-    others = {c.checkpoint for p in params.products.values() for c in p.candidates.values()}
-    others -= {product.candidates[own].checkpoint for own in (name, product.reference)}
-    skipped = {Path(folder) for folder in (*_NOT_SENT, *others)}
+    others = {Path(c.checkpoint) for p in params.products.values() for c in p.candidates.values()}
+    named = map(Path, list_texts(Params({product.name: product.restrict((name, product.reference))})))
+    others -= {folder for path in named for folder in (path, *path.parents)}
+    skipped = {*map(Path, _NOT_SENT), *others}
     own = product.build / "candidates" / name
     paths = [path for path in _walk(Path(), skipped) if path.is_file()]
     return sorted([*paths, *(path for path in own.rglob("*") if path.is_file())])

@@ -61,6 +61,8 @@ INSTRUCTION_SETS = (
 NVIDIA_SMI_TIMEOUT_S = 120
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_WORKERS = 64  # processes of a product on one machine
+_CGROUPS = Path("/sys/fs/cgroup")
+_CFS = ("quota", "period")  # of v1: microseconds of all cores together, in so many of the clock
 
 
 class Gpu(Record):
@@ -268,12 +270,29 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
 
 
 def count_cores() -> int:
-    """Count the cores this process may use: its affinity mask, capped by a container's CPU quota."""
+    """Count the cores this process may use: its affinity mask, capped by the CPU quotas of its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read_text(Path("/sys/fs/cgroup/cpu.max")).strip().partition(" ")
-    if quota.isdigit() and period.isdigit():
-        allowed = min(allowed, max(1, int(quota) // int(period)))
+    for folder in _list_cgroups("cpu"):
+        both = _read_text(folder / "cpu.max").split()  # of v2; v1 has a file for each
+        quota, period = both if len(both) == 2 else (_read_text(folder / f"cpu.cfs_{n}_us") for n in _CFS)
+        if quota.strip().isdigit() and period.strip().isdigit():
+            allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
+
+
+def _list_cgroups(controller: str) -> list[Path]:
+    """Return the folders of this process's control groups, of v2 and v1, and of all above them: each may limit it.
+
+    A container sees its own group as the topmost, and its path, where that is told from outside, leads nowhere.
+    """
+    found = [_CGROUPS, _CGROUPS / controller]
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            own = Path(path.lstrip("/"))
+            top = _CGROUPS / controller if controllers else _CGROUPS
+            found += [top / part for part in (own, *own.parents)]
+    return list(dict.fromkeys(found))
 
 
 def count_workers() -> int:
@@ -291,11 +310,12 @@ def list_own_gpus() -> tuple[str, ...]:
 
 
 def count_memory_mib() -> int:
-    """Count the memory this process may use, in MiB: the machine's, capped by a container's limit."""
+    """Count the memory this process may use, in MiB: the machine's, capped by the limits of its control groups."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, cgroup v1
-        text = _read_text(Path("/sys/fs/cgroup") / limit).strip()
-        total = min(total, int(text)) if text.isdigit() else total
+    for folder in _list_cgroups("memory"):
+        for limit in ("memory.max", "memory.limit_in_bytes"):  # of v2, of v1
+            text = _read_text(folder / limit).strip()
+            total = min(total, int(text)) if text.isdigit() else total
     return total >> 20
 
 

@@ -98,7 +98,8 @@ class WarmProcess:
             while True:
                 said = self._connection.recv()
                 if isinstance(said, str):
-                    self._show(said)
+                    with contextlib.suppress(OSError, ValueError):  # who reads it has gone, or has no such letter
+                        self._show(said)
                 else:
                     number, code = said
                     self._waiting.pop(number).set_result(code)
@@ -145,6 +146,8 @@ def _serve(connection: Connection, prepare: Callable[..., None]) -> None:
     """Start a process for each task that comes, until nobody is left who could send one."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all at once, the tasks hear of it, too, and say so
         signal.signal(number, signal.SIG_IGN)
+    for file in (sys.stdout, sys.stderr):  # no task ends for a letter that the terminal's encoding lacks
+        file.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     silence_torchao()
     tasks: list[_Task] = []
     while True:

@@ -16,7 +16,8 @@ class LocalExecution(Settings):
     """Processes of this machine."""
 
     kind: Literal["local"] = "local"
-    num_workers: NumWorkers = "auto"  # of a product without num_workers or num_servers; auto: GPUs, or cores
+    # of a product without num_workers or num_servers; auto: GPUs, or cores
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
 
 
 class RayExecution(Settings):

@@ -35,6 +35,11 @@ def print_lines(_word: str) -> None:
     os.write(1, b"four")
 
 
+def print_word(word: str) -> None:
+    """Print it."""
+    print(word)
+
+
 def fail(word: str) -> None:
     """Raise what a user can act on, or a mistake of ours."""
     raise SettingsError("serving: expected x") if word == "user" else ZeroDivisionError("a mistake")

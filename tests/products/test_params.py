@@ -563,6 +563,12 @@ def test_a_number_out_of_range_is_told_with_the_range() -> None:
     assert refusal(data) == "execution.num_workers: expected 'auto', or 1 or more, got 0"
 
 
+def test_more_workers_than_a_product_can_have_are_told_where_they_are_asked_for() -> None:
+    """The line named `resources.num_servers` of a product, which the file did not have."""
+    data = VALID | {"execution": {"kind": "local", "num_workers": 128}}
+    assert refusal(data) == "execution.num_workers: expected 'auto', or 64 or less, got 128"
+
+
 def test_a_key_that_is_none_or_does_not_fit_on_a_line_is_shown_as_python_writes_it() -> None:
     assert refusal(edited("canary//two\nlines", 1)) == f"products.agent.canary.'two\\nlines': {UNKNOWN}"
     assert refusal(VALID | {"products": {"a b\n": {}}}).startswith("products.'a b\\n': expected a name of ")

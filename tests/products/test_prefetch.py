@@ -243,6 +243,7 @@ def test_it_takes_as_many_jobs_as_help(
     num_jobs: int,
 ) -> None:
     monkeypatch.setattr(jobs, "list_own_gpus", lambda: gpus)
+    monkeypatch.setattr(jobs, "read_available_mib", lambda _: 16 << 10)
     products = [params.products["agent"].use_workers(number) for number in workers]
     assert count_jobs(replace(params, execution=execution), products) == num_jobs
 
@@ -280,6 +281,21 @@ def test_small_models_share_a_gpu_as_far_as_memory_and_cores_allow_it(
     assert count_jobs(params, products) == num_jobs
     one = replace(params, execution=LocalExecution(num_workers=1))
     assert count_jobs(one, products) == 0, "whoever names a number means it"
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "mib", "num_jobs"), [(8, 6, 7), (64, 6, 62), (64, 16_000, 1), (256, 16_000, 4), (1, 6, 1)]
+)
+def test_without_a_gpu_as_many_candidates_work_at_once_as_fit_into_memory(
+    params: Params, monkeypatch: pytest.MonkeyPatch, host_gib: int, mib: int, num_jobs: int
+) -> None:
+    """On 64 cores and 64 GiB all candidates of a model of 16 GB were quantised at once, and killed."""
+    for name, value in {"list_own_gpus": (), "read_available_mib": host_gib << 10, "_measure_mib": mib}.items():
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    products = [params.products["agent"].use_workers(64)]
+    assert count_jobs(params, products) == num_jobs
+    named = replace(params, execution=LocalExecution(num_workers=64))
+    assert count_jobs(named, products) == 64, "whoever names a number means it"
 
 
 @pytest.mark.parametrize("given", ["0", "-2", "four", "1.5", ""])

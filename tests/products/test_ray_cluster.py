@@ -22,7 +22,7 @@ import pytest
 
 from pipeline.errors import CheckpointError, EngineError, EvidenceError, SettingsError
 from pipeline.products import prefetch, ray_cluster, ray_worker
-from pipeline.products.params import find_owner, list_project_files, load_params
+from pipeline.products.params import find_owner, list_project_files, load_params, parse_params, read_settings
 from pipeline.products.ray_cluster import MAX_FAILED_STARTS, MAX_FAILURES, _finish, _prepare, _Run, _run_shards
 from pipeline.products.ray_replica import RemoteReplica
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
@@ -723,6 +723,19 @@ def test_a_node_is_sent_what_a_candidate_needs_and_no_other_model(monkeypatch: p
     sent = {path.as_posix() for path in list_project_files(params, product, "agent")}
     assert {"params.yaml", "models/agent/config.json", "pipeline/errors.py", "stages/evaluate.py"} <= sent
     assert not any(path.startswith(("models/product-shots/", "models/people-hard/", ".", "build/env")) for path in sent)
+
+
+def test_a_node_is_sent_the_draft_of_a_candidate_though_it_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was left out as another candidate's checkpoint, and every replica ended for the lack of it."""
+    monkeypatch.chdir(ROOT)
+    data = read_settings(Path("params.yaml"))
+    draft = {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_speculative_tokens": 3}
+    for name, checkpoint, steps in (("fast", "models/agent", [draft]), ("small", "models/agent-draft", [])):
+        data["candidates"][name] = {"product": "agent", "checkpoint": checkpoint, "steps": steps}
+    params = parse_params(data)
+    sent = {name: list_project_files(params, params.products["agent"], name) for name in ("agent", "fast", "small")}
+    drafts = {name: [path for path in paths if "agent-draft" in path.parts] for name, paths in sent.items()}
+    assert drafts["fast"] == drafts["small"] != [] == drafts["agent"]
 
 
 def test_a_candidate_that_is_not_built_is_said_here_and_starts_no_replica(

@@ -180,3 +180,28 @@ def test_available_memory_respects_a_smaller_limit(tmp_path: Path) -> None:
     assert read_available_mib(8000, meminfo) == 4000
     assert read_available_mib(2000, meminfo) == 2000
     assert read_available_mib(2000, tmp_path / "none") == 2000
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "mib"),
+    [
+        ({}, 64, 65_536),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, 64, 65_536),
+        ({"cpu.max": "250000 100000", "memory.max": "4294967296"}, 2, 4_096),  # a container, by v2
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2, 65_536),  # by v1
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64, 65_536),
+        ({"memory/slurm/job/memory.limit_in_bytes": "4294967296"}, 64, 4_096),
+        ({"slurm/job/memory.max": "4294967296", "slurm/job/step/memory.max": "max"}, 64, 4_096),  # of a batch system
+        ({"slurm/job/step/cpu.max": "400000 100000", "slurm/cpu.max": "800000 100000"}, 4, 65_536),
+    ],
+)
+def test_cores_and_memory_are_those_that_the_control_groups_leave(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int, mib: int
+) -> None:
+    """Sixty-four servers were started on two cores, and a job of 4 GiB was told that it had the node's."""
+    held = {f"/sys/fs/cgroup/{name}": f"{text}\n" for name, text in files.items()}
+    held["/proc/self/cgroup"] = "4:memory:/slurm/job\n2:cpu,cpuacct:/slurm/job\n0::/slurm/job/step\n"
+    monkeypatch.setattr(environment, "_read_text", lambda path: held.get(str(path), ""))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 16 << 20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert (environment.count_cores(), environment.count_memory_mib()) == (cores, mib)

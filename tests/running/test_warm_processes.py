@@ -32,6 +32,31 @@ def test_each_line_begins_with_the_label_of_its_task(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().out.splitlines() == ["int4: one", "int4: two", "int4: three", "int4: four"]
 
 
+def test_a_line_that_can_not_be_shown_keeps_no_task_waiting() -> None:
+    """A terminal of another encoding, or a reader that has gone: the run hung."""
+
+    def refuse(line: str) -> None:
+        line.encode("ascii")
+        shown.append(line)
+
+    shown: list[str] = []
+    with WarmProcess(warm_tasks.prepare, show=refuse) as warm, ThreadPoolExecutor(1) as pool:
+        try:
+            assert pool.submit(warm.run, "grün", warm_tasks.print_lines, "").result(timeout=10) == 0
+            assert pool.submit(warm.run, "b", warm_tasks.print_lines, "").result(timeout=10) == 0
+        finally:
+            for future in warm._waiting.values():
+                future.set_result(LOST)  # what the pool waits for
+    assert shown == ["b: one", "b: two", "b: three", "b: four"]
+
+
+def test_a_task_may_print_what_its_terminal_can_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results were lost for a letter in a line about them."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with WarmProcess(warm_tasks.prepare) as warm:
+        assert warm.run("a", warm_tasks.print_word, "grün") == 0
+
+
 def test_what_a_user_can_act_on_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with WarmProcess(warm_tasks.prepare) as warm:
         assert [warm.run(label, warm_tasks.fail, word) for label, word in (("a", "user"), ("b", "ours"))] == [1, 1]
