@@ -214,7 +214,7 @@ SMOOTHED = {"algorithm": "gptq", "smoothing_strength": 0.5}
     ],
 )
 def test_ranks_need_a_gpu_each_or_none(way: dict[str, Any], num_gpus: int, said: str | None) -> None:
-    """On a CPU ranks share the weights, and each moved the scales of SmoothQuant: what came of it was refused at the end."""
+    """On a CPU ranks share the weights, and each moved SmoothQuant's scales: refused at the end."""
     step = {"scheme": "W4A16", "calibration": CALIBRATION, "world_size": 2, **way}
     if said is None:
         check_ranks(make_product(step), num_gpus)
