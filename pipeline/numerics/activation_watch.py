@@ -11,7 +11,8 @@ output can't exceed their input (SiLU, ReLU, dropout) are left out. On an accele
 synchronised before `read`. `benchmarks/activation_watch_cost.py` measures what it costs.
 
 `range_fix.measure_activations` is this watch, so that what plans a fix is what judges it. Inputs, weights
-and what happens inside a fused kernel (an attention's logits) are not seen.
+and what happens inside a fused kernel (an attention's logits) are not seen. Nor is what a container adds in
+place to the tensor of its last child, as `out += x` does: both have the child's numbers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ Not covered: loading weights (`model_loading.py`), adapters, and writing weights
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def tied_head(folder: Path) -> str | None:
 
 
 def check_tied_head(folder: Path) -> None:
-    """Refuse a head that config.json ties to the embedding and the file gives other values: engines differ then.
+    """Refuse a head that is tied to the embedding and to which the file gives other values: engines differ then.
 
     Transformers unties the two, vLLM drops the head.
 
@@ -147,14 +148,25 @@ def check_tied_head(folder: Path) -> None:
     """
     tensors, config = read_tensors(folder), read_config(folder)
     names = [name for name in tensors if is_token_embedding(name)]
-    if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
+    if not names or _HEAD not in tensors or not _ties_head(config):
         return
     head, embedding = (read_tensor(folder, tensors[name], name) for name in (_HEAD, names[0]))
     if not head.equal(embedding):
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as it is true, "
+            f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as both are tied, "
             "found other values: engines differ in which one they use; set it to false, or remove the tensor"
         )
+
+
+def _ties_head(config: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding; where config.json does not say, as transformers has it for the model type."""
+    tied = config.get("tie_word_embeddings")
+    if tied is not None or "text_config" in config:
+        return bool(tied)
+    from transformers import CONFIG_MAPPING
+
+    kind = config["model_type"]
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind], "tie_word_embeddings", False))
 
 
 def embedding_rows(folder: Path) -> int | None:
@@ -242,7 +254,7 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
         if name.endswith(PACKED):
             layer = name.rpartition(".")[0]
             total += _count_packed(info, tensors.get(f"{layer}.weight_scale"), groups, layer)
-        elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
+        elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and _ties_head(config))):
             total += info.num_elements
     return total
 

@@ -67,8 +67,12 @@ def check_ranks(product: TextProduct, num_gpus: int) -> None:
             where = f"candidates.{name}.steps.{i}.world_size"
             if num_gpus and step.world_size > num_gpus:
                 raise SettingsError(f"{where}: expected at most {num_gpus}, one rank a GPU, got {step.world_size}")
-            if not num_gpus and step.algorithm == "awq":
-                raise SettingsError(f"{where}: expected 1, as llm-compressor shares AWQ among GPUs alone, found none")
+            # ranks on a CPU share the weights, and each would move the scales
+            if not num_gpus and (step.algorithm == "awq" or step.smoothing_strength is not None):
+                raise SettingsError(
+                    f"{where}: expected 1, as llm-compressor shares AWQ and SmoothQuant among GPUs alone, got "
+                    f"{step.world_size} without a GPU; lower it"
+                )
 
 
 def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, ...]) -> list[str]:

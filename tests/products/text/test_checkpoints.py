@@ -16,6 +16,7 @@ from pipeline.errors import CheckpointError
 from pipeline.products.text.checkpoints import check_tied_head, layer_shapes, open_checkpoint, read_checkpoint
 from pipeline.products.text.model_loading import check_memory, estimate_load_bytes, load_model, load_tokenizer
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
+from tests.fakes.tiny_architectures import write_tiny_model
 from tests.fakes.tiny_llama import write_tiny_llama
 
 
@@ -298,4 +299,26 @@ def test_a_tied_head_in_the_file_counts_once_and_must_equal_the_embedding(tmp_pa
     with pytest.raises(CheckpointError, match=r"expected 'lm_head\.weight' to equal 'model\.embed_tokens\.weight'"):
         check_tied_head(folder)
     edit_json(folder / "config.json", tie_word_embeddings=False)
+    check_tied_head(folder)
+
+
+def test_a_head_is_tied_where_config_json_leaves_it_to_the_architecture(tmp_path: Path) -> None:
+    """Gemma ties by default, and transformers before 5 wrote no key then: a head of other values passed."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_tiny_model(tmp_path / "gemma", "gemma2")
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    alone, tensors = read_checkpoint(folder, root=tmp_path), load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    check_tied_head(folder)
+    assert read_checkpoint(folder, root=tmp_path).num_parameters == alone.num_parameters
+    save_file(tensors | {"lm_head.weight": head + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings: expected 'lm_head\.weight' to equal"):
+        check_tied_head(folder)
+    edit_json(folder / "config.json", model_type="llama")  # which ties nothing by itself
+    check_tied_head(folder)
+    edit_json(folder / "config.json", model_type="unheard-of")
     check_tied_head(folder)

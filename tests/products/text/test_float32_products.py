@@ -55,6 +55,14 @@ def test_a_product_is_the_float32_one_rounded_once(dtype: torch.dtype, multiply:
     assert not seen.dtypes & set(HALF)
 
 
+def test_a_result_that_goes_into_a_given_tensor_is_there() -> None:
+    """The product came back, and the tensor stayed as it was."""
+    a, given = torch.randn(4, 4).bfloat16(), torch.zeros(4, 4).bfloat16()
+    with Float32Products(HALF):
+        assert torch.mm(a, a, out=given) is given
+    assert given.equal(torch.mm(a, a))
+
+
 def test_other_formats_and_functions_stay() -> None:
     a = torch.randn(4, 4)
     with Float32Products([torch.bfloat16]), SeenProducts() as seen:

@@ -50,7 +50,9 @@ def test_equal_values_pass_also_in_the_type_that_a_model_is_loaded_in(tmp_path: 
     check(tmp_path, write(tmp_path / "source", wide), narrow)
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", f"{NORM}.weight", f"{BEFORE}.weight", f"{BEFORE}.bias"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", f"{NORM}.weight", f"{BEFORE}.weight", f"{BEFORE}.bias", f"{LAYER}.bias"]
+)
 def test_a_change_in_the_last_bit_is_refused(tmp_path: Path, source: Path, name: str) -> None:
     changed = make_tensors()
     changed[name].view(torch.int16).flatten()[-1] += 1
@@ -85,6 +87,18 @@ def test_scales_that_were_moved_into_a_layer_that_is_left_out_are_undone(tmp_pat
     for part in ("weight", "bias"):  # of its last channels, as of a fused layer
         tensors[f"{BEFORE}.{part}"][-4:] /= scales.view(-1, *[1] * (part == "weight"))
     check(tmp_path, source, tensors, log)
+
+
+@pytest.mark.parametrize("name", [f"{BEFORE}.weight", f"{BEFORE}.bias", f"{LAYER}.bias"])
+def test_small_values_that_became_zeros_are_refused_where_scales_were_moved_out(tmp_path: Path, name: str) -> None:
+    """They are near one less than one, and only a norm may be stored as its distance from that."""
+    tensors = {name: tensor / 100 if "proj" in name else tensor for name, tensor in make_tensors().items()}
+    source, log = write(tmp_path / "source", tensors), StepLog("awq")
+    scales = torch.ones(len(tensors[name]))
+    log.record_scales(["model.layers.0.mlp.down_proj"], scales, smoothed=name.rpartition(".")[0])
+    check_kept(source, source=source, plan=PLAN, log=log)
+    with pytest.raises(QuantizationError, match=f"tensor '{name}'"):
+        check(tmp_path, source, tensors | {name: torch.zeros_like(tensors[name])}, log)
 
 
 def test_subnormal_values_are_as_coarse_as_their_type_has_them(tmp_path: Path) -> None:

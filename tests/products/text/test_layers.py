@@ -159,6 +159,16 @@ def test_layers_that_are_transformers_own_are_refused_by_name(tmp_path: Path, he
         plan_folder(folder, QuantizeStep.model_validate({"kind": "quantize", "scheme": "W8A8", "exclude": []}))
 
 
+def test_layers_that_compute_in_a_way_of_their_own_are_refused_by_name(tmp_path: Path) -> None:
+    """Falcon's were calibrated, saved unpacked, and then refused for what config.json said of them."""
+    tensors = {"transformer.word_embeddings.weight": (64, 128), "transformer.h.0.mlp.dense_h_to_4h.weight": (512, 128)}
+    folder = write_headers(tmp_path / "falcon", "falcon", tensors)
+    with pytest.raises(
+        QuantizationError, match="expected linear layers, got model type 'falcon', whose .* FalconLinear"
+    ):
+        plan_folder(folder, QuantizeStep.model_validate({"kind": "quantize", "scheme": "W8A8"}))
+
+
 def test_an_embedding_that_mamba_has_is_none_of_the_layers(tmp_path: Path) -> None:
     """Its head is tied, so `lm_head` matched nothing, and the embedding would have been quantised."""
     tensors = {"backbone.embeddings.weight": (64, 128), "backbone.layers.0.mixer.in_proj.weight": (512, 128)}

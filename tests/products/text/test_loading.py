@@ -79,6 +79,21 @@ def test_a_card_that_fills_up_while_weights_load_is_named_and_not_transformers(
         load_model(folder, dtype="float32")
 
 
+@pytest.mark.parametrize("error", [AttributeError, AssertionError, TypeError])
+def test_any_error_of_transformers_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """GPT-BigCode fails by an AttributeError where its weights are packed, and a traceback came of it."""
+    from transformers import AutoModelForCausalLM
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error("'Linear' object has no attribute 'weight'")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=rf"/tiny: transformers can't load it: {error.__name__}: 'Linear' object"):
+        load_model(folder, dtype="float32")
+
+
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama"])
 def test_a_model_whose_config_names_no_end_has_the_tokenizers(kind: str) -> None:
     """A composite config has no such attribute at all; of some kinds the config of its text has none either."""

@@ -198,18 +198,24 @@ def test_a_release_on_imitated_numbers_needs_a_reason() -> None:
     assert not find_text_problems(make_product({"scheme": "W8A16"}))
 
 
+SMOOTHED = {"algorithm": "gptq", "smoothing_strength": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "num_gpus", "said"),
+    ("way", "num_gpus", "said"),
     [
-        ("gptq", 0, None),
-        ("gptq", 2, None),
-        ("gptq", 1, "expected at most 1, one rank a GPU, got 2"),
-        ("awq", 2, None),
-        ("awq", 0, "expected 1, as llm-compressor shares AWQ among GPUs alone"),
+        ({"algorithm": "gptq"}, 0, None),
+        ({"algorithm": "gptq"}, 2, None),
+        ({"algorithm": "gptq"}, 1, "expected at most 1, one rank a GPU, got 2"),
+        ({"algorithm": "awq"}, 2, None),
+        ({"algorithm": "awq"}, 0, "expected 1, as llm-compressor shares AWQ and SmoothQuant among GPUs alone"),
+        (SMOOTHED, 2, None),
+        (SMOOTHED, 0, "expected 1, as llm-compressor shares AWQ and SmoothQuant among GPUs alone"),
     ],
 )
-def test_ranks_need_a_gpu_each_or_none(algorithm: str, num_gpus: int, said: str | None) -> None:
-    step = {"scheme": "W4A16", "algorithm": algorithm, "calibration": CALIBRATION, "world_size": 2}
+def test_ranks_need_a_gpu_each_or_none(way: dict[str, Any], num_gpus: int, said: str | None) -> None:
+    """On a CPU ranks share the weights, and each moved SmoothQuant's scales: refused at the end."""
+    step = {"scheme": "W4A16", "calibration": CALIBRATION, "world_size": 2, **way}
     if said is None:
         check_ranks(make_product(step), num_gpus)
         return

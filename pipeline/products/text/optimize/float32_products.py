@@ -48,7 +48,8 @@ class Float32Products(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, in float32 where it is such a product."""
         named = kwargs or {}
-        if func not in _PRODUCTS or not args or not self._is_slow(args[0]):
+        is_product = func in _PRODUCTS and "out" not in named  # a wider copy of `out` would be filled
+        if not is_product or not args or not self._is_slow(args[0]):
             return func(*args, **named)
         widened = {name: self._widen(value) for name, value in named.items()}
         return func(*map(self._widen, args), **widened).to(args[0].dtype)

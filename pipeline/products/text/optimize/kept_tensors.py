@@ -1,4 +1,4 @@
-"""Hold what a step leaves alone against its source: embeddings, norms, biases, and layers that it excludes.
+"""Hold what a step leaves alone against its source: embeddings, norms, all biases, and layers that it excludes.
 
 Such a tensor must be the source's, value by value. Where scales were moved into it from the layers behind, as AWQ and
 SmoothQuant do, it must be the source's divided by them. A norm may be stored as its distance from one (Gemma's are).
@@ -39,11 +39,17 @@ def check_kept(folder: Path, *, source: Path, plan: LayerPlan, log: StepLog) -> 
         for name in read_tensors(folder):
             stored, _, part = name.rpartition(".")
             layer = name_layer(stored, kind)
-            if layer in plan.asked or part in CACHE_SCALES or name not in known:
+            is_quantised = layer in plan.asked and part != "bias"
+            if is_quantised or part in CACHE_SCALES or name not in known:
                 continue
             found = read(name)
             expected = read_source(name).to(found.dtype)  # a file may hold several types, and a model is loaded in one
-            off = _measure_moved(found, expected, layer, log) if log.is_moved(layer) else _measure(found, expected)
+            is_norm = part == "weight" and found.ndim == 1
+            off = (
+                _measure_moved(found, expected, layer, log, is_norm=is_norm)
+                if log.is_moved(layer)
+                else _measure(found, expected)
+            )
             if off:
                 raise QuantizationError(
                     f"{folder}: tensor {name!r}: expected the values of {source}, as the step does not quantise it, "
@@ -69,7 +75,7 @@ def _as_words(values: Any) -> Any:
     return octets.view(torch.int64) if octets.numel() % 8 == 0 and octets.data_ptr() % 8 == 0 else octets
 
 
-def _measure_moved(found: Any, expected: Any, layer: str, log: StepLog) -> float:
+def _measure_moved(found: Any, expected: Any, layer: str, log: StepLog, *, is_norm: bool) -> float:
     """Return how far a tensor is from the source's divided by the scales that were moved; 0 within rounding."""
     import torch
 
@@ -78,7 +84,7 @@ def _measure_moved(found: Any, expected: Any, layer: str, log: StepLog) -> float
     numbers = torch.finfo(found.dtype)
     room, floor = _MAX_ROUNDINGS * numbers.eps, _MAX_ROUNDINGS * numbers.smallest_normal * numbers.eps
     differences = []
-    for distance in (0.0, 1.0):  # that the stored values are from what multiplies: a norm's may be one
+    for distance in (0.0, 1.0) if is_norm else (0.0,):  # that the stored values are from what multiplies
         wanted = log.scale_as_moved(layer, expected.float() + distance)
         off = (found.float() + distance - wanted).abs()
         if bool((off <= room * (wanted.abs() + distance) + floor).all()):

@@ -27,7 +27,9 @@ from pipeline.settings.layer_patterns import list_nearest, match_layers
 GROUP_SIZES = (128, 64, 32, 16, 8, 4)
 _NUM_OFFERED = 3
 _SYNTAX = "write a name, a shell pattern such as '*.down_proj', or re: and a regular expression"
-_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt")
+_CONV1D = "transformers' Conv1D (c_attn, c_proj, c_fc)"
+# of models whose layers llm-compressor does not quantise, or does not pack: their class
+_OWN_LAYERS = {"gpt2": _CONV1D, "openai-gpt": _CONV1D, "imagegpt": _CONV1D, "falcon": "transformers' FalconLinear"}
 # vLLM computes each of these as one matrix product, so their weights need one format
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -84,11 +86,10 @@ def check_source(folder: Path) -> None:
             "experts can't be quantised here; serve and compare it with `steps: []`"
         )
 
-    if config["model_type"] in _CONV1D_MODELS:
+    if own := _OWN_LAYERS.get(config["model_type"]):
         raise QuantizationError(
-            f"{folder}: expected linear layers, got model type {config['model_type']!r}, whose layers are of "
-            "transformers' Conv1D (c_attn, c_proj, c_fc), which llm-compressor does not quantise; serve and compare it "
-            "with `steps: []`"
+            f"{folder}: expected linear layers, got model type {config['model_type']!r}, whose layers are of {own}, "
+            "which llm-compressor does not quantise; serve and compare it with `steps: []`"
         )
 
 
