@@ -164,6 +164,7 @@ def test_a_whole_run_notes_what_it_makes_and_has_dvc_judge_at_once(ahead: Projec
     assert done.returncode == 0, done.stdout
     assert f"\n{PRODUCT}: MLflow: " in done.stdout, "the product was judged beside the candidates"
     assert list_ran(done.stdout) == ["env"], "nothing else was left to run after them"
-    assert ahead.read_json(f"{MADE}/candidates/{CANDIDATES[1]}/candidate.json")["steps"][0]["algorithm"] == "winograd_f43"
+    made = ahead.read_json(f"{MADE}/candidates/{CANDIDATES[1]}/candidate.json")
+    assert made["steps"][0]["algorithm"] == "winograd_f43"
     assert not [*(ahead.root / MADE / "prefetched").rglob("*.json")]
     assert list_ran(ahead.run_dvc("repro").stdout) == ["env"]
