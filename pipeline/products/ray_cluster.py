@@ -118,8 +118,9 @@ def evaluate_on_ray(
         connect(execution) as ray,
         share_project(ray, list_files) as project,
     ):
-        _tell_missing(execution, ray.cluster_resources())
-        num_workers = execution.count_workers(ray.cluster_resources())
+        available = ray.cluster_resources()
+        _tell_missing(execution, available)
+        num_workers = execution.count_workers(available)
         at_once = KINDS[product.kind].shards_at_once
         count = find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
         earlier = _read_attempts(build / "shards" / candidate)
