@@ -145,8 +145,8 @@ def test_no_gain_is_a_verdict_and_stands_in_the_table_of_costs(judged: ReleaseCo
 def test_costs_say_what_was_measured_and_nothing_of_an_emulation(judged: ReleaseComparison) -> None:
     policy, compiled, last = (costs_of(judged, name) for name in ("policy", "compiled", "last"))
     assert policy["time to its baseline"] == policy["peak, MiB"] == "–"
-    assert policy["largest relative error"] == "not finite in `a&#124;b`", "the first that overflowed"
-    assert policy["least headroom, doublings"] == "overflow in `a&#124;b`"
+    assert policy["largest relative error"] == "not finite in <code>a&#124;b</code>", "the first that overflowed"
+    assert policy["least headroom, doublings"] == "overflow in <code>a&#124;b</code>"
     assert compiled["time to its baseline"] == "0.700 (0.650 to 0.750) CPU"
     assert compiled["graphs / graph breaks / recompilations / first call"] == "3 / 0 / 2 / 1.2 s"
     assert (last["modules in another format"], last["reorders"]) == ("1", "9 → 1")
@@ -353,7 +353,7 @@ def test_a_policy_is_told_layer_by_layer_with_the_reasons_of_its_rules(judged: R
     report = render_report(judged)
     assert "Steps: conv_policy (algorithm winograd_f43, dtype float16, 1 rules)." in report
     assert "| `branches.small.0` | winograd_f43 | float16 | – | – | F(4,3) leaves &#124; no room |" in report
-    assert "2 of 3 layers wrote NaN or infinity, the first is `a&#124;b`." in report
+    assert "2 of 3 layers wrote NaN or infinity, the first is <code>a&#124;b</code>." in report
     assert "In another memory format: `head`." in report
     assert "Steps: channels_last." in report and "Steps: compile (mode default)." in report
 
