@@ -7,6 +7,7 @@ of what comes after the shards, and one makes the evaluation of it all, as the s
 come out, latencies aside.
 
 `ray_replica.py` is a replica as seen from here, `ray_worker.py` what runs on the nodes: it alone imports Ray, too.
+`ray_earlier.py` reads what an earlier run left.
 
 Not covered: what is timed. The benchmark of speed stays on the machine of its stage.
 """
@@ -26,13 +27,13 @@ from typing import Any
 from pipeline.errors import EngineError, SettingsError
 from pipeline.products import KINDS, ray_worker
 from pipeline.products.params import load_params
+from pipeline.products.ray_earlier import EarlierShards, read_entries_by_eval
 from pipeline.products.ray_replica import Project, RemoteReplica, share_project, start_replica
 from pipeline.products.ray_worker import Order
 from pipeline.records.fingerprints import read_environment
-from pipeline.records.record_files import read_record
 from pipeline.running.journal import lock_candidate
 from pipeline.running.progress import Progress
-from pipeline.running.shards import Attempt, Shard, find_count
+from pipeline.running.shards import Shard, find_count
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
 
@@ -53,10 +54,10 @@ class _Run:
     at_once: int  # shards of a replica
     count: int
     waiting: deque[Shard]
+    earlier: EarlierShards
     failures: Counter[Shard] = field(default_factory=Counter)
     avoided: dict[Shard, set[str]] = field(default_factory=dict)  # hosts on which a shard failed
     alone: set[Shard] = field(default_factory=set)  # not given out beside others: a replica that had them failed
-    earlier: dict[Path, Attempt] = field(default_factory=dict)  # of a run before, until one of this run is finished
     num_dead: int = 0
     num_retries: int = 0  # shards given out again
     num_failed_starts: int = 0  # since one was lost at work
@@ -122,12 +123,12 @@ def evaluate_on_ray(
         _tell_missing(execution, available)
         num_workers = execution.count_workers(available)
         at_once = KINDS[product.kind].shards_at_once
-        count = find_count(build / "shards" / candidate) or num_workers * at_once * SHARDS_A_WORKER
-        earlier = _read_attempts(build / "shards" / candidate)
-        finished = _list_finished(earlier)
+        folder = build / "shards" / candidate
+        count = find_count(folder) or num_workers * at_once * SHARDS_A_WORKER
+        earlier = EarlierShards(folder)
         shards = [Shard(number, count) for number in range(1, count + 1)]
-        waiting = deque(shard for shard in shards if shard not in finished)
-        run = _Run(ray, execution, order, at_once, count, waiting, earlier=earlier)
+        waiting = deque(shard for shard in shards if shard not in earlier.finished)
+        run = _Run(ray, execution, order, at_once, count, waiting, earlier)
         replicas = [start_replica(ray, execution, at_once) for _ in range(min(num_workers, max(1, len(run.waiting))))]
         _finish(run, _run_shards(run, replicas, project), project)
 
@@ -277,8 +278,8 @@ def _assign(
                 continue
             run.waiting.remove(shard)
             replica.shards.add(shard)
-            earlier = _read_earlier(run.folder / shard.folder)
-            running[replica.actor.run.remote(shard.number, shard.count, earlier)] = (replica, shard)
+            entries = read_entries_by_eval(run.folder / shard.folder)
+            running[replica.actor.run.remote(shard.number, shard.count, entries)] = (replica, shard)
 
 
 def _format_replicas(run: _Run, replicas: Sequence[RemoteReplica]) -> str:
@@ -323,15 +324,6 @@ def _finish(run: _Run, replicas: list[RemoteReplica], project: Project) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
 
 
-def _read_earlier(folder: Path) -> Mapping[str, bytes]:
-    """Return the entries of former attempts at a shard, by eval."""
-    earlier: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*/*.jsonl")):
-        data = path.read_bytes()
-        earlier[path.stem] = earlier.get(path.stem, b"") + data[: data.rfind(b"\n") + 1]
-    return earlier
-
-
 def _tell_missing(execution: RayExecution, available: Mapping[str, float]) -> None:
     """Say which resources of a replica the whole cluster lacks: Ray waits for them without a word.
 
@@ -351,34 +343,9 @@ def _format_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
-def _read_attempts(folder: Path) -> dict[Path, Attempt]:
-    return {path.parent: read_record(path, Attempt) for path in sorted(folder.glob("*-of-*/*/attempt.json"))}
-
-
-def _list_finished(attempts: Mapping[Path, Attempt]) -> set[Shard]:
-    return {Shard(attempt.number, attempt.count) for attempt in attempts.values() if attempt.is_finished}
-
-
 def _drop_stale(run: _Run) -> None:
-    """Drop what an earlier run evaluated with other settings, cases or code, as the first new shard tells.
-
-    Beside it, no evaluation could be made of the new shards. Those that were finished so wait again.
-    """
-    now = _read_attempts(run.folder)
-    new = [attempt for path, attempt in now.items() if path not in run.earlier and attempt.is_finished]
-    if not run.earlier or not new:
-        return
-    keys = {name: made.key for attempt in new for name, made in attempt.evals.items()}
-    stale = {
-        path: attempt
-        for path, attempt in run.earlier.items()
-        if any(keys.get(name, made.key) != made.key for name, made in attempt.evals.items())
-    }
-    run.earlier = {}
-    for path in stale:
-        shutil.rmtree(path)
-    left = _list_finished({path: attempt for path, attempt in now.items() if path not in stale})
-    again = sorted(_list_finished(stale) - left, key=lambda shard: shard.number)
+    """Have shards of an earlier run evaluated again that are stale."""
+    again = run.earlier.drop_stale()
     run.waiting.extend(again)
     if again:
         print(

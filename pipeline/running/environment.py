@@ -25,6 +25,7 @@ from typing import Any
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import Record
+from pipeline.settings.execution import MAX_WORKERS
 
 # Every package whose version can change an answer; mlflow, dvc and the gate's own are not among them.
 LIBRARIES = (
@@ -60,7 +61,6 @@ INSTRUCTION_SETS = (
 )
 NVIDIA_SMI_TIMEOUT_S = 120
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MAX_WORKERS = 64  # processes of a product on one machine
 _CGROUPS = Path("/sys/fs/cgroup")
 _CFS = ("quota", "period")  # of v1: microseconds of all cores together, in so many of the clock
 

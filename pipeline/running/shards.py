@@ -249,10 +249,9 @@ def find_shards(build: Path, candidate: str) -> Shards | None:
         EvidenceError: one is missing, damaged or not finished, or they are parts of different wholes.
     """
     folder = _locate(build, candidate)
-    paths = sorted(folder.glob(f"*-of-*/*/{_ATTEMPT}"))
-    if not paths:
+    attempts = read_attempts(folder)
+    if not attempts:
         return None
-    attempts = {path.parent: read_record(path, Attempt) for path in paths}
     if foreign := next((p for p, a in attempts.items() if a.candidate != candidate), None):
         raise EvidenceError(
             f"{foreign}: expected shards of {candidate!r}, found {attempts[foreign].candidate!r}; remove it"
@@ -270,6 +269,18 @@ def find_shards(build: Path, candidate: str) -> Shards | None:
             if made.sha256 is not None:
                 _check_whole(home / f"{name}.jsonl", made)
     return Shards(folder, attempts)
+
+
+def read_attempts(folder: Path) -> dict[Path, Attempt]:
+    """Return the attempts at a candidate's shards, each by its own folder.
+
+    Args:
+        folder: the candidate's, with a folder of each shard.
+
+    Raises:
+        EvidenceError: an attempt's index can't be read.
+    """
+    return {path.parent: read_record(path, Attempt) for path in sorted(folder.glob(f"*-of-*/*/{_ATTEMPT}"))}
 
 
 def find_count(folder: Path) -> int | None:

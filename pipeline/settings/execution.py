@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pipeline.settings.base import Settings
 
+MAX_WORKERS = 64  # processes of a product on one machine
 NumWorkers = Literal["auto"] | Annotated[int, Field(ge=1, le=4096)]
 
 
@@ -17,7 +18,7 @@ class LocalExecution(Settings):
 
     kind: Literal["local"] = "local"
     # of a product without num_workers or num_servers; auto: GPUs, or cores
-    num_workers: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WORKERS)] = "auto"
 
 
 class RayExecution(Settings):

@@ -24,11 +24,12 @@ from pipeline.errors import CheckpointError, EngineError, EvidenceError, Setting
 from pipeline.products import prefetch, ray_cluster, ray_worker
 from pipeline.products.params import find_owner, list_project_files, load_params, parse_params, read_settings
 from pipeline.products.ray_cluster import MAX_FAILED_STARTS, MAX_FAILURES, _finish, _prepare, _Run, _run_shards
+from pipeline.products.ray_earlier import EarlierShards
 from pipeline.products.ray_replica import RemoteReplica
 from pipeline.products.ray_worker import Order, Replica, SentFile, check_received, link, receive
 from pipeline.records.record_files import write_record
 from pipeline.running.progress_view import View
-from pipeline.running.shards import Attempt, Shard, ShardEval, find_count
+from pipeline.running.shards import Attempt, Shard, ShardEval, find_count, read_attempts
 from pipeline.running.staleness import Plan
 from pipeline.settings.base import Product
 from pipeline.settings.execution import RayExecution
@@ -150,7 +151,8 @@ def run_shards(
     """Evaluate; return where it stands at the end, and the replicas that still work."""
     execution = RayExecution(kind="ray", num_workers=len(actors))
     shards = deque(Shard(number, num_shards) for number in range(1, num_shards + 1))
-    run = _Run(PlayedRay(), execution, Order("model", folder.as_posix(), {}), at_once, num_shards, shards)
+    earlier, order = EarlierShards(folder / "shards/model"), Order("model", folder.as_posix(), {})
+    run = _Run(PlayedRay(), execution, order, at_once, num_shards, shards, earlier)
     spare = iter([PlayedActor(f"spare-{i}", actors[0]._plan) for i in range(20)])
     monkeypatch.setattr(ray_cluster, "start_replica", lambda *_: RemoteReplica(PlayedRay(), next(spare)))
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
@@ -249,7 +251,8 @@ def test_no_more_replicas_are_started_than_have_work_and_room(
 ) -> None:
     """There is room for eight."""
     waiting = deque(Shard(number, 20) for number in range(1, num_waiting + 1))
-    run = _Run(PlayedRay(), RayExecution(kind="ray"), Order("model", tmp_path.as_posix(), {}), 2, 20, waiting)
+    execution, order = RayExecution(kind="ray"), Order("model", tmp_path.as_posix(), {})
+    run = _Run(PlayedRay(), execution, order, 2, 20, waiting, EarlierShards(tmp_path))
     assert ray_cluster._count_missing(run, num_starting + num_ready, num_ready) == num_missing
 
 
@@ -495,9 +498,7 @@ def write_attempt(folder: Path, name: str, number: int, key: str, *, is_finished
 def start_again(folder: Path) -> _Run:
     """Return a run that begins where another ended, with no shard that waits."""
     execution, order = RayExecution(kind="ray", num_workers=1), Order("model", folder.as_posix(), {})
-    run = _Run(PlayedRay(), execution, order, 1, 3, deque())
-    run.earlier = ray_cluster._read_attempts(run.folder)
-    return run
+    return _Run(PlayedRay(), execution, order, 1, 3, deque(), EarlierShards(folder / "shards/model"))
 
 
 def test_shards_of_other_settings_are_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,7 +522,7 @@ def test_a_shard_that_was_finished_in_both_ways_waits_not_again(tmp_path: Path) 
     run = start_again(tmp_path)
     write_attempt(tmp_path, "3", 3, "new")
     ray_cluster._drop_stale(run)
-    assert not run.waiting and len(ray_cluster._read_attempts(run.folder)) == 2
+    assert not run.waiting and len(read_attempts(run.folder)) == 2
 
 
 def test_a_finished_shard_shows_which_earlier_ones_are_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

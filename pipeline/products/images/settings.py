@@ -22,6 +22,7 @@ from pipeline.settings.base import (
     find_unwatched_evals,
     find_window_problems,
 )
+from pipeline.settings.execution import MAX_WORKERS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # torchao's names of what diffusers' TorchAoConfig takes, and a CPU can run: `Float8DynamicActivationFloat8WeightConfig`
@@ -157,7 +158,7 @@ class ServingSettings(Settings):
 class ResourceSettings(Settings):
     """How much of the machine is taken: what changes no pixel."""
 
-    num_workers: int = Field(default=1, ge=1, le=64)  # processes that render: one per core, or per GPU
+    num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)  # processes that render: one per core, or per GPU
 
 
 class ImagesEval(Eval):

@@ -14,6 +14,7 @@ from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJ
 from pipeline.products.text.step_settings import SpeculativeStep, Step
 from pipeline.records.benchmarks import Work
 from pipeline.settings.base import Eval, Product, Settings, Trace
+from pipeline.settings.execution import MAX_WORKERS
 
 KERNEL_REPORT_OPTION = "worker-extension-cls"
 KERNEL_REPORT = "quantgate_kernels.KernelReport"  # in serving/vllm_worker, which vLLM's workers import
@@ -128,7 +129,9 @@ class ResourceSettings(Settings):
     In bfloat16 and float16 another cache, or another number of servers, batches otherwise and may turn a near tie.
     """
 
-    num_servers: int = Field(default=1, ge=1, le=64)  # over the GPUs that are visible; params.yaml: as `execution` says
+    num_servers: int = Field(
+        default=1, ge=1, le=MAX_WORKERS
+    )  # over the GPUs that are visible; params.yaml: as `execution` says
     kv_cache_gib: float | None = Field(default=None, gt=0)  # of the embedded engine; None: as much as helps and fits
     request_timeout_s: float = Field(default=300, gt=0)
     start_timeout_s: float = Field(default=600, gt=0)

@@ -25,6 +25,7 @@ from pipeline.settings.base import (
     find_unwatched_evals,
     find_window_problems,
 )
+from pipeline.settings.execution import MAX_WORKERS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
@@ -175,7 +176,7 @@ class ServingSettings(Settings):
 class ResourceSettings(Settings):
     """How much of the machine is taken: what changes no output."""
 
-    num_workers: int = Field(default=1, ge=1, le=64)  # processes
+    num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)  # processes
 
 
 class UpscalingEval(Eval):
