@@ -23,6 +23,7 @@ from filelock import FileLock
 from evalsets.seal import seal
 from pipeline.errors import EngineError, JournalError, QuantgateError
 from pipeline.products import KINDS
+from pipeline.products.images import workers
 from pipeline.products.images.candidate import build_image_candidate
 from pipeline.products.images.evaluate import evaluate_images, open_replica
 from pipeline.products.images.folders import find_weights, iterate_weights, open_pipeline
@@ -101,6 +102,24 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@contextlib.contextmanager
+def start_here(load: Any, setup: Any, _num_workers: int, **_texts: str) -> Iterator[ThreadPoolExecutor]:
+    """Stand in for processes: load and work in a thread of this one."""
+    with (
+        mock.patch.object(worker_pool, "_place", [0]),
+        mock.patch.object(worker_pool, "_loaded", []) as loaded,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(lambda: loaded.append(load(setup))).result()
+        yield pool
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render in this process: its own would import torch and diffusers for each evaluation."""
+    monkeypatch.setattr(workers, "start_workers", start_here)
+
+
 def run(project: Path, product: ImagesProduct, name: str) -> list[Any]:
     build = project / "build"
     build_image_candidate(name, product, root=project, build=build)
@@ -109,6 +128,7 @@ def run(project: Path, product: ImagesProduct, name: str) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
     product = make_product(["shots", "hot", "fixed", "bf16"])
     check_images(product, project)
@@ -133,6 +153,7 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
     assert "first overflows in" in render_gate(compared.judgement.model_copy(update={"policy": released}))
 
 
+@pytest.mark.usefixtures("here")
 def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
     product = make_product(["shots", "guided"])
     traced = product.candidates["guided"].model_copy(update={"trace": True})
@@ -146,6 +167,7 @@ def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path)
     assert "aten::convolution" in names and not list_traces(project / "build/evaluations/shots")
 
 
+@pytest.mark.usefixtures("here")
 def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -> None:
     """A U-Net that overflows: finite weights, so that no check of the files can see it."""
     from safetensors.torch import load_file, save_file
@@ -166,6 +188,7 @@ def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -
     assert "first overflows" not in said
 
 
+@pytest.mark.usefixtures("here")
 def test_number_and_memory_formats_are_what_runs_and_their_costs_are_told(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +332,7 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
         load_pipeline(tmp_path / "shots", sample_plainly(make_product(["shots", "hot"])))
 
 
+@pytest.mark.usefixtures("here")
 def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.products.images import evaluate
 
@@ -327,6 +351,7 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     assert resumed["other_seed_ssim"] == whole["other_seed_ssim"] and len(whole["other_seed_ssim"]) == NUM_PROMPTS
 
 
+@pytest.mark.usefixtures("here")
 def test_latents_of_the_reference_are_those_that_a_candidate_would_draw(project: Path) -> None:
     """With what decodes changed alone; the U-Net in another format draws its own."""
     serving = {"num_inference_steps": 6, "guidance": {"scale": 5}, "batch_size": 2, "num_threads": 1}
@@ -372,6 +397,7 @@ def test_shards_make_the_records_and_pictures_of_one_run(project: Path, monkeypa
     assert merged.shards is not None and merged.shards.num_shards == 2
 
 
+@pytest.mark.usefixtures("here")
 def test_likeness_is_judged_beside_the_floor_that_the_reference_alone_draws(project: Path) -> None:
     """Through the stages, with real pictures: rounding costs little, another guidance or seed much."""
     candidates = {
@@ -398,13 +424,14 @@ def test_likeness_is_judged_beside_the_floor_that_the_reference_alone_draws(proj
     assert "the floor: `shots` with another seed" in render_report(compared)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, whose second decode finds no memory."""
     import torch
 
-    from pipeline.products.images import batches, workers
+    from pipeline.products.images import batches
 
     product = make_product(["shots"], release=["again"], candidates={"shots": SHOTS, "again": SHOTS})
     build = project / "build"
@@ -422,7 +449,6 @@ def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on
         rendered.append(len(batch))
         return render(loaded, batch, category)
 
-    monkeypatch.setattr(workers, "start_workers", start_here)
     monkeypatch.setattr(batches, "render", count_batches)
     with monkeypatch.context() as context, pytest.raises(EngineError) as caught:
         context.setattr(batches, "decode_latents", decode_first_batch)
@@ -435,9 +461,10 @@ def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on
     assert rendered == [4, 4, 4], "the first batch was not rendered again"
 
 
+@pytest.mark.usefixtures("here")
 def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU does it; the images are the same, and the decode beside them but for rounding."""
-    from pipeline.products.images import batches, workers
+    from pipeline.products.images import batches
 
     tiled = SHOTS | {"steps": [{"kind": "vae_tiling", "tile": 32, "overlap": 0, "window": "none"}]}
     product, build = (
@@ -445,7 +472,6 @@ def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, mo
         project / "build",
     )
     candidate = build_image_candidate("tiled", product, root=project, build=build)
-    monkeypatch.setattr(workers, "start_workers", start_here)
     records = []
     for size in (4, 3, 1):
         parts = [slice(i, i + size) for i in range(0, 4, size)]
@@ -455,18 +481,6 @@ def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, mo
     for whole, *divided in zip(*records, strict=True):
         for part in divided:
             assert part.output == whole.output and part.scores == pytest.approx(whole.scores, abs=1e-3)
-
-
-@contextlib.contextmanager
-def start_here(load: Any, setup: Any, _num_workers: int, **_texts: str) -> Iterator[ThreadPoolExecutor]:
-    """Stand in for processes: load and work in a thread of this one."""
-    with (
-        mock.patch.object(worker_pool, "_place", [0]),
-        mock.patch.object(worker_pool, "_loaded", []) as loaded,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        pool.submit(lambda: loaded.append(load(setup))).result()
-        yield pool
 
 
 def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Path) -> None:
@@ -485,6 +499,7 @@ def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Pa
     assert len(set(keys)) == 3
 
 
+@pytest.mark.usefixtures("here")
 def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
     product = make_product(
         ["shots", "hot"],
@@ -715,6 +730,7 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
         ),
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: Path, damage: Damage, said: str) -> None:
     shutil.copytree(project / "models", tmp_path / "models")
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
