@@ -713,6 +713,16 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
         pytest.param(
             rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"
         ),
+        pytest.param(
+            rewrite("model_index.json", scheduler=["diffusers", "DPMSolverSDEScheduler"]),
+            "DPMSolverSDEScheduler requires the torchsde library",
+            id="scheduler-of-a-package-that-is-not-there",
+        ),
+        pytest.param(
+            rewrite("model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
+            "StableDiffusionXLPipeline refused",
+            id="scheduler-of-other-pipelines",
+        ),
     ],
 )
 def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: Path, damage: Damage, said: str) -> None:
