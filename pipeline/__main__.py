@@ -209,6 +209,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and (use := taken.get(os.path.realpath(path))):
             raise SettingsError(f"--{name}: expected a file of its own, {str(path)!r} is {use}; name another")
+        if path and path.is_dir():
+            raise SettingsError(f"--{name}: expected a file, {str(path)!r} is a folder; name a file in it")
         if path:
             taken[os.path.realpath(path)] = f"written as --{name}"
 

@@ -225,7 +225,12 @@ def _choose_metrics(asked: Asked, reference: Side) -> list[str]:
         return []  # refused for that
     names = ", ".join(available) or "none"
     if not asked.metrics:
-        for name in reference.outcomes:
+        for name, outcomes in reference.outcomes.items():
+            if not list_metrics(outcomes):
+                raise SettingsError(
+                    f"{outcomes.path}: expected scores that are numbers, or true and false, found none; write each as "
+                    "a number, such as 1 for yes"
+                )
             if sum(full.startswith(f"{name}/") for full in available) != 1:
                 raise SettingsError(f"{name}: name the metrics to judge with --metric; the reference has {names}")
         return list(available)

@@ -728,6 +728,16 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
         pytest.param(
             rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"
         ),
+        pytest.param(
+            rewrite("model_index.json", scheduler=["diffusers", "DPMSolverSDEScheduler"]),
+            "DPMSolverSDEScheduler requires the torchsde library",
+            id="scheduler-of-a-package-that-is-not-there",
+        ),
+        pytest.param(
+            rewrite("model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
+            "StableDiffusionXLPipeline refused",
+            id="scheduler-of-other-pipelines",
+        ),
     ],
 )
 @pytest.mark.usefixtures("here")

@@ -437,6 +437,7 @@ def test_an_edited_file_of_quantgates_own_is_refused(
         (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
         (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
         (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--html", "."], "--html: expected a file, '.' is a folder"),
         (["compare", "a.csv", "b.csv", "--policy", "none.yaml"], "expected a policy, found no file"),
         (["compare", "a.csv", "b.csv", "--policy", "a.csv"], "expected the key `gate`"),
         (["gate", "agent"], "params.yaml"),
@@ -452,6 +453,17 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(
         write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"], buckets=["easy", "easy"])
     code, text = run(*argv, capsys=capsys)
     assert code == 1 and said in text and text.startswith("quantgate: ") and text.count("\n") == 1
+
+
+def test_scores_in_words_are_named_as_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It said to name a metric of none."""
+    sides = [
+        write_outcomes(tmp_path / side / "help.csv", [1.0] * 40, name="weight", verdict=["yes", "no"] * 20)
+        for side in ("a", "b")
+    ]
+    code, text = run("compare", *sides, capsys=capsys)
+    assert (code, text.count("\n")) == (1, 1)
+    assert f"{sides[0]}: expected scores that are numbers, or true and false, found none" in text
 
 
 @pytest.mark.parametrize(

@@ -842,6 +842,18 @@ def test_sections_that_a_product_has_no_use_for_may_be_left_out() -> None:
     assert refusal(data).startswith("candidates.int4.steps.0.calibration: expected texts to calibrate on, found no ")
 
 
+def test_a_limit_of_a_threshold_that_is_not_asked_for_is_refused() -> None:
+    """It was accepted, and did nothing."""
+    data = describe_project(make_image_product({"half": Look()}, "half"))
+    step = {"kind": "guidance", "scale": 7.5, "sample_max_value": 3}
+    data["candidates"]["half"]["steps"] = [step]
+    assert refusal(data).startswith(
+        "candidates.half.steps.0.sample_max_value: expected dynamic_threshold_percentile beside it"
+    )
+    data["candidates"]["half"]["steps"] = [step | {"dynamic_threshold_percentile": 99.5}]
+    parse_params(data)
+
+
 def test_black_images_must_have_a_tolerance() -> None:
     data = describe_project(make_image_product({"half": Look()}, "half"))
     parse_params(data)

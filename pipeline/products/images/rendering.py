@@ -63,7 +63,7 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
         pipe = diffusers.DiffusionPipeline.from_pretrained(
             folder, dtype=dtypes, use_safetensors=True, local_files_only=True
         )
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
@@ -175,7 +175,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             latents=_draw_noise(pipe.unet, generators),
             output_type="latent",
         ).images
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+    except (ValueError, TypeError, RuntimeError, AttributeError, AssertionError) as error:
         if describe_gpu_failure(error, remedy=""):  # not of these prompts
             raise
         raise EngineError(

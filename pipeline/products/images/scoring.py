@@ -32,15 +32,17 @@ class ClipScorer:
     """Cosine similarity of images and their prompts under one CLIP checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the checkpoint with plain transformers.
+        """Load the checkpoint with plain transformers, in float32 however it is stored.
 
         Raises:
-            CheckpointError: it is missing, or no CLIP.
+            CheckpointError: it is missing, no CLIP, or lacks numbers.
         """
         from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
         try:
-            model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+            model, info = CLIPModel.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
@@ -48,7 +50,17 @@ class ClipScorer:
                 f"{folder}: expected a CLIP checkpoint with tokenizer and image processor, got: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from None
-        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        if missing := sorted(info["missing_keys"]):  # transformers draws them anew in each process, and only warns
+            raise CheckpointError(
+                f"{folder}: expected a whole CLIP, {len(missing)} tensors are missing, such as {missing[0]!r}; save it "
+                "again"
+            )
+        if broken := next((name for name, values in model.named_parameters() if not values.isfinite().all()), None):
+            raise CheckpointError(
+                f"{folder}: expected finite weights, got NaN or infinity in {broken!r}; save it again"
+            )
+        self._max_tokens = model.config.text_config.max_position_embeddings  # a tokenizer may know no limit
+        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.inference_mode()
     def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
@@ -64,7 +76,9 @@ class ClipScorer:
         if self._processor.backend != "torchvision":  # Pillow's works on a CPU
             images = images.cpu()
         pixels = self._processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
-        tokens = self._tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
+        tokens = self._tokenizer(
+            prompts, padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        )
         named = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask, **pixels}
         output = self._model(**{name: values.to(self._model.device) for name, values in named.items()})
         return (output.image_embeds * output.text_embeds).sum(-1)

@@ -208,6 +208,14 @@ def _step_problems(steps: list[ImageStep]) -> list[str]:
         for i, step in enumerate(steps)
         if isinstance(step, UnetPrecisionStep) and any(isinstance(other, QuantizeStep) for other in steps)
     ]
+    problems += [
+        f"steps.{i}.sample_max_value: expected dynamic_threshold_percentile beside it, whose threshold it limits, "
+        "found none; add that, or remove it"
+        for i, step in enumerate(steps)
+        if isinstance(step, GuidanceStep)
+        and step.dynamic_threshold_percentile is None
+        and step.sample_max_value != SAMPLE_MAX
+    ]
     return problems + find_window_problems(steps)
 
 
