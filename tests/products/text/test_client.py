@@ -32,6 +32,7 @@ class FakeServer:
         self.script = list(script)
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.heads: list[str] = []  # in small letters
 
     async def __aenter__(self) -> FakeServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -48,6 +49,7 @@ class FakeServer:
                 length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.startswith("content-length")), 0)
                 body = json.loads(await reader.readexactly(length) or b"{}")
                 self.paths.append(head.split()[1])
+                self.heads.append(head)
                 self.bodies.append(body)
                 behave = self.script.pop(0) if len(self.script) > 1 else self.script[0]
                 await behave(body, writer)

@@ -21,6 +21,7 @@ import aiohttp
 import orjson
 
 from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
+from pipeline.products.text.serving.addresses import authorize
 from pipeline.products.text.serving.answers import (
     Reply,
     TokenScores,
@@ -98,9 +99,7 @@ class Client:
         self.model = model
         self.check_alive = check_alive
         self.echo = echo
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = {"content-type": "application/json"} | authorize(api_key)
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[list[_ScoreCall]] = asyncio.Queue()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pipeline.errors import EngineError
+from pipeline.products.text.serving.addresses import strip_address
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
 from pipeline.products.text.serving.readiness import check_context, probe
@@ -37,7 +38,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         raise EngineError(
             f"{candidate.name}: engine openai needs base_url and model, got {serving.base_url!r} and {serving.model!r}"
         )
-    url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
+    url, key = strip_address(serving.base_url), read_key(candidate)
     async with Client(
         [url],
         serving.model,
