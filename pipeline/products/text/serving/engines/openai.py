@@ -22,6 +22,7 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import SECTIONS
 
 FACTS_TIMEOUT_S = 10.0
+MAX_FACTS_TRIES = 3  # one that is busy for a moment would be another server without them; one that has none says so
 MAX_REFUSALS = 2  # connections refused before the server counts as not started
 DECLARED = "declared by the settings, not proved by the server"
 
@@ -49,7 +50,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     ) as client:
         await _check_listing(client, url, launch)
     async with Client(
-        [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1, api_key=key
+        [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=MAX_FACTS_TRIES, api_key=key
     ) as client:
         facts, proof = await read_facts(client)
     if "checkpoint" in facts:
