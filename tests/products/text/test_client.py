@@ -18,7 +18,7 @@ from pipeline.products.text.serving.answers import find_ignored, read_scores
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
-CHAT = {
+CHAT: dict[str, Any] = {
     "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1},
     "system_fingerprint": "f",
@@ -145,6 +145,46 @@ def test_server_error_then_success() -> None:
     assert reply.text == "yes"
     assert len(server.bodies) == 3
     assert 0 < waits[0] <= client_module.BASE_BACKOFF_S < waits[1] * 2  # grows
+
+
+@pytest.mark.parametrize("status", [520, 522, 524, 529])
+def test_what_a_proxy_says_of_a_busy_server_is_asked_again(status: int) -> None:
+    reply, waits = ask(FakeServer(answer(status, {}), answer(200, CHAT)))
+    assert (reply.text, len(waits)) == ("yes", 1)
+
+
+@pytest.mark.parametrize("finish_reason", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str) -> None:
+    (choice,) = CHAT["choices"]
+    error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [choice | {"finish_reason": finish_reason}]})))
+    assert isinstance(error, EngineError) and not isinstance(error, RequestError)
+    assert f"expected an answer that the model ended, got one that the server did ({finish_reason!r}), " in str(error)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [None],
+        ["wait"],
+        {"function": {"name": "wait", "arguments": "{}"}},
+        [{"function": {"name": None, "arguments": "{}"}}],
+        [{"function": {"name": "wait", "arguments": {"minutes": 5}}}],
+    ],
+    ids=["none", "text", "no-list", "no-name", "object"],
+)
+def test_tool_calls_of_another_form_are_no_wrong_answer(calls: Any) -> None:
+    """A server that sends its arguments as an object would have every call of every case counted as wrong."""
+    message = {"content": None, "tool_calls": calls}
+    error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [{"message": message, "finish_reason": "tool_calls"}]})))
+    assert isinstance(error, EngineError)
+    assert "expected tool calls with a name and with arguments as text, got " in str(error)
+
+
+def test_a_tool_call_without_arguments_is_one() -> None:
+    call = {"function": {"name": "wait", "arguments": None}}
+    message = {"content": None, "tool_calls": [call]}
+    reply, _ = ask(FakeServer(answer(200, CHAT | {"choices": [{"message": message, "finish_reason": "tool_calls"}]})))
+    assert reply.tool_calls == (call,)
 
 
 def test_tries_are_bounded() -> None:

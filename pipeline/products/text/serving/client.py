@@ -43,7 +43,8 @@ MAX_BACKOFF_S = 20.0
 _JITTER = random.Random()  # its own: what else draws in this process may have set a seed
 CONNECT_TIMEOUT_S = 10.0
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
-_REPEATABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+# of 5xx, which proxies have their own of, a server means these two for good: it can't do what is asked
+_REPEATABLE = frozenset({408, 425, 429, *range(500, 600)}) - {501, 505}
 
 T = TypeVar("T")
 
@@ -355,7 +356,7 @@ class Client:
                     return decode(body), time.perf_counter() - start
                 problem = f"HTTP {response.status}: {read_refusal(body)}"
                 if response.status not in _REPEATABLE:
-                    raise RequestError(f"{url}: {problem}")
+                    raise RequestError(f"{url}: {problem}", status=response.status)
                 wait = read_retry_after(response.headers.get("retry-after", "")) or wait
             except aiohttp.ConnectionTimeoutError:
                 num_timeouts, wait = num_timeouts + 1, 0.0
