@@ -147,6 +147,26 @@ def test_server_error_then_success() -> None:
     assert 0 < waits[0] <= client_module.BASE_BACKOFF_S < waits[1] * 2  # grows
 
 
+def test_a_server_that_limits_the_rate_is_asked_until_all_have_had_their_turn() -> None:
+    """It takes one request in 20 ms, and 32 are in flight: five tries are not enough for most."""
+    free_at = 0.0
+
+    async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal free_at
+        if (now := time.monotonic()) < free_at:
+            return await answer(429, {"error": "slow down"}, retry_after="0.02")(body, writer)
+        free_at = now + 0.02
+        await answer(200, CHAT)(body, writer)
+
+    async def run() -> list[str]:
+        async with FakeServer(behave) as server, Client([server.url], "m", concurrency=32, timeout_s=5) as client:
+            message = {"role": "user", "content": "x"}
+            replies = await asyncio.gather(*(client.chat([message], max_tokens=7) for _ in range(32)))
+            return [reply.text for reply in replies]
+
+    assert asyncio.run(run()) == ["yes"] * 32
+
+
 @pytest.mark.parametrize("status", [520, 522, 524, 529])
 def test_what_a_proxy_says_of_a_busy_server_is_asked_again(status: int) -> None:
     reply, waits = ask(FakeServer(answer(status, {}), answer(200, CHAT)))

@@ -2,8 +2,8 @@
 
 Speaks the OpenAI API (chats, and plain prompts) and vLLM's way of scoring given tokens. Always greedy, always with an
 explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
-its prefix stays cached there. Waits when a server says
-Retry-After, repeats a request that may succeed later, and never repeats a refused one.
+its prefix stays cached there. Waits when a server says Retry-After, repeats a request that may succeed later (one that
+is told 429 for as long as others are answered), and never repeats a refused one.
 
 Not covered: streaming and sampling.
 """
@@ -55,6 +55,7 @@ class _Server:
     places: asyncio.Semaphore  # one per request in flight
     num_waiting: int = 0  # requests running or waiting for a place
     num_sessions: int = 0
+    num_answered: int = 0
     takes_lists: bool = True  # of texts in /tokenize: our extension, unknown until a server refuses it
 
 
@@ -333,7 +334,7 @@ class Client:
         server.num_waiting += 1
         try:
             async with server.places:
-                answer, latency = await self._try_repeatedly(server.url + path, method, content, decode)
+                answer, latency = await self._try_repeatedly(server, path, method, content, decode)
             return read(answer, latency)
         except NonsenseError as error:
             raise EngineError(f"{server.url}{path}: {error}") from None
@@ -341,11 +342,13 @@ class Client:
             server.num_waiting -= 1
 
     async def _try_repeatedly(
-        self, url: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
+        self, server: _Server, path: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
     ) -> tuple[Any, float]:
-        problem, num_timeouts, num_refusals = "", 0, 0
-        for attempt in range(self._max_tries):
-            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * _JITTER.uniform(0.5, 1.0)
+        url, problem, num_tries, num_timeouts, num_refusals = server.url + path, "", 0, 0, 0
+        num_answered = server.num_answered
+        while True:
+            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**num_tries) * _JITTER.uniform(0.5, 1.0)
+            num_tries += 1
             start = time.perf_counter()
             try:
                 async with self._http.request(
@@ -353,11 +356,14 @@ class Client:
                 ) as response:
                     body = await response.read()
                 if response.status == 200:
+                    server.num_answered += 1
                     return decode(body), time.perf_counter() - start
                 problem = f"HTTP {response.status}: {read_refusal(body)}"
                 if response.status not in _REPEATABLE:
                     raise RequestError(f"{url}: {problem}", status=response.status)
                 wait = read_retry_after(response.headers.get("retry-after", "")) or wait
+                if response.status == 429 and server.num_answered > num_answered:  # of others: it limits their rate
+                    num_tries, num_answered = 1, server.num_answered
             except aiohttp.ConnectionTimeoutError:
                 num_timeouts, wait = num_timeouts + 1, 0.0
                 problem = f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s"
@@ -374,10 +380,10 @@ class Client:
             except NonsenseError as error:
                 problem = str(error)
             self.check_alive()
-            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or attempt == self._max_tries - 1:
+            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or num_tries == self._max_tries:
                 break
             await self._sleep(wait)
-        raise EngineError(f"{url}: {problem} (tried {attempt + 1} times)")
+        raise EngineError(f"{url}: {problem} (tried {num_tries} times)")
 
 
 def _cut_requests(calls: Sequence[_ScoreCall]) -> Iterator[list[_ScoreCall]]:
