@@ -145,12 +145,8 @@ class Client:
             EngineError: no answer after all tries, a server that is dead, or that is not the one it was.
             IgnoredFieldError: the answer is longer than was asked for, or another model's.
         """
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": list(messages),
-            "temperature": 0,
-            "max_tokens": max_tokens,
-        }
+        body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": max_tokens}
+        body["messages"] = list(messages)
         if tools:
             body["tools"] = list(tools)
         if return_token_ids:
@@ -211,12 +207,10 @@ class Client:
         server = self._pick(None)
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
         if server.takes_lists:
+            together = {**body, "prompt": list(texts)}
             try:
                 return await self._post(
-                    server,
-                    "/tokenize",
-                    {**body, "prompt": list(texts)},
-                    lambda answer, _: read_tokens(answer, len(texts)),
+                    server, "/tokenize", together, lambda answer, _: read_tokens(answer, len(texts))
                 )
             except RequestError:
                 server.takes_lists = False
