@@ -200,6 +200,14 @@ def test_tool_calls_of_another_form_are_no_wrong_answer(calls: Any) -> None:
     assert "expected tool calls with a name and with arguments as text, got " in str(error)
 
 
+@pytest.mark.parametrize("count", [None, "1", 1.5])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_a_usage_without_whole_numbers_is_none(name: str, count: Any) -> None:
+    """They are added up and compared later on, where nobody would name the server."""
+    error, _ = ask(FakeServer(answer(200, CHAT | {"usage": CHAT["usage"] | {name: count}})))
+    assert isinstance(error, EngineError) and "expected a chat completion with its usage, got " in str(error)
+
+
 def test_a_tool_call_without_arguments_is_one() -> None:
     call = {"function": {"name": "wait", "arguments": None}}
     message = {"content": None, "tool_calls": [call]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import email.utils
 import itertools
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ def read_reply(answer: Any, latency_s: float) -> Reply:
             text=text,
             tool_calls=_read_calls(choice["message"].get("tool_calls")),
             finish_reason=_read_end(choice),
-            num_prompt_tokens=usage["prompt_tokens"],
-            num_completion_tokens=usage["completion_tokens"],
+            num_prompt_tokens=operator.index(usage["prompt_tokens"]),
+            num_completion_tokens=operator.index(usage["completion_tokens"]),
             latency_s=latency_s,
             fingerprint=answer.get("system_fingerprint") or "",
             speculation=_read_speculation(answer),
@@ -116,8 +117,8 @@ def read_completion(answer: Any, latency_s: float) -> Reply:
             text=choice["text"],
             tool_calls=(),
             finish_reason=_read_end(choice),
-            num_prompt_tokens=usage["prompt_tokens"],
-            num_completion_tokens=usage["completion_tokens"],
+            num_prompt_tokens=operator.index(usage["prompt_tokens"]),
+            num_completion_tokens=operator.index(usage["completion_tokens"]),
             latency_s=latency_s,
             fingerprint=answer.get("system_fingerprint") or "",
             speculation=_read_speculation(answer),
