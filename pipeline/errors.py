@@ -97,7 +97,11 @@ class EngineError(QuantgateError):
 
 
 class RequestError(EngineError):
-    """One request was refused for good and is not worth repeating."""
+    """One request was refused for good and is not worth repeating; `status` is the HTTP status of the refusal."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class IgnoredFieldError(EngineError):

@@ -24,6 +24,7 @@ from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.products.params import find_owner, load_params  # noqa: E402
 from pipeline.products.text.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
 from pipeline.products.text.problems import find_address_problems  # noqa: E402
+from pipeline.products.text.serving.addresses import strip_address  # noqa: E402
 from pipeline.products.text.serving.client import Client  # noqa: E402
 from pipeline.products.text.serving.engines.openai import read_key  # noqa: E402
 from pipeline.products.text.serving_config import read_candidate  # noqa: E402
@@ -71,7 +72,7 @@ async def _check(options: argparse.Namespace, product: TextProduct) -> Drift:
         raise SettingsError(f"candidates.{options.candidate}.engine has no address in params.yaml: give --base-url")
     candidate = read_candidate(product.build, options.candidate, product)
     async with Client(
-        [url.rstrip("/").removesuffix("/v1")],
+        [strip_address(url)],
         model,
         concurrency=CONCURRENCY,
         max_refusals=2,

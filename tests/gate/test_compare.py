@@ -491,6 +491,22 @@ def test_the_totals_of_a_vllm_that_counts_no_drafts_by_request_will_do(tmp_path:
     assert "the evaluation's sum differs from what its records counted" in check_speculation(evidence)[0]
 
 
+def test_of_an_attached_server_that_counts_no_drafts_it_is_said_what_makes_it_count() -> None:
+    """An eval that generates text, which the advice for others names, is there, and changes nothing."""
+    serving = ServingConfig(engine="openai", base_url="http://there", model="m", speculative=SPECULATIVE)
+    evidence: Any = SimpleNamespace(
+        candidate=SimpleNamespace(name="a", serving=serving),
+        evaluation=SimpleNamespace(speculation=None),
+        records={},
+        problems=[],
+    )
+    assert check_speculation(evidence) == [
+        "speculation of a: draft_model was asked for, and the evaluation shows no drafted token; have the attached "
+        "server count the drafts of each request (vLLM by --per-request-spec-decode-metrics summary), or remove the "
+        "speculative step"
+    ]
+
+
 def test_drafts_that_only_some_answers_counted_are_refused(tmp_path: Path) -> None:
     """Two tokens of one answer would otherwise stand for all."""
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)

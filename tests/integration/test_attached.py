@@ -53,12 +53,16 @@ class Endpoint:
         self.released = threading.Event()
         self.hangs_at: str | None = None
         self.shows_tools = True
+        self.busy_once: set[str] = set()  # paths of which the next request is turned away
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append((path, body))
         if self.hangs_at == path:
             self.released.wait(30)
+        if path in self.busy_once:
+            self.busy_once.remove(path)
+            return 503, {"detail": "busy"}
         if path in self.answers:
             return self.answers[path]
         if path == "/v1/models":
@@ -95,8 +99,15 @@ def endpoint() -> Iterator[Endpoint]:
     server.server_close()
 
 
-def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0, api_key_env: str | None = None) -> str:
-    """Attach for these evals; return what the user is told, or "" when the endpoint is ready."""
+def attach(
+    url: str,
+    evals: dict[str, EvalSettings],
+    timeout_s: float = 5.0,
+    api_key_env: str | None = None,
+    stated: dict[str, Any] | None = None,
+) -> str:
+    """Attach for these evals; return what the user is told, or "" when the endpoint is ready, with its facts."""
+    stated = {} if stated is None else stated
     checkpoint = Checkpoint(
         path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1, digest="d"
     )
@@ -113,8 +124,8 @@ def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0, api
     candidate = Candidate(name="there", checkpoint=checkpoint, serving=serving)
 
     async def run() -> None:
-        async with start_engine(candidate, resources, evals=evals, root=Path(), logs=Path()):
-            pass
+        async with start_engine(candidate, resources, evals=evals, root=Path(), logs=Path()) as (engine, _):
+            stated.update(engine.facts)
 
     try:
         asyncio.run(run())
@@ -157,6 +168,19 @@ def test_every_request_carries_the_key(endpoint: Endpoint, monkeypatch: pytest.M
     )
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("path", ["/version", "/server_info?config_format=json"])
+def test_a_server_that_is_busy_for_a_moment_is_the_same_server(endpoint: Endpoint, path: str) -> None:
+    """As another one, what was finished before would be asked again, and its benchmark refused."""
+    endpoint.answers["/version"] = 200, {"version": "0.32.0"}
+    info = {"vllm_config": {"model_config": {"dtype": "torch.bfloat16"}}}
+    endpoint.answers["/server_info?config_format=json"] = 200, info
+    facts: tuple[dict[str, Any], ...] = ({}, {})
+    assert attach(endpoint.url, {"calls": CALLS}, stated=facts[0]) == ""
+    endpoint.busy_once.add(path)
+    assert attach(endpoint.url, {"calls": CALLS}, stated=facts[1]) == ""
+    assert facts[0]["engine"] == {"model_config.dtype": "torch.bfloat16"} and facts[0] == facts[1]
 
 
 def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -> None:

@@ -57,6 +57,8 @@ class World:
     changed_side: str = "candidate"  # the side that has the changes
     settings: dict[str, Any] = field(default_factory=dict)
     serving: dict[str, Any] = field(default_factory=dict)
+    api_key: str | None = None
+    heads: list[str] = field(default_factory=list)  # of the requests to one server after the other
 
     @property
     def params(self) -> TextProduct:
@@ -100,18 +102,23 @@ class World:
             ]
             await stream(*events)(body, writer)
 
-        async with FakeServer(behave) as server, Client([server.url], candidate.name, concurrency=8, timeout_s=5) as c:
+        async with (
+            FakeServer(behave) as server,
+            Client([server.url], candidate.name, concurrency=8, timeout_s=5, api_key=self.api_key) as c,
+        ):
             yield (
                 SimpleNamespace(
                     base_urls=(server.url,),
                     model=candidate.name,
                     processes=(),
                     check_alive=lambda: None,
+                    api_key=self.api_key,
                     fingerprint=changes.get("fingerprint", "f1"),
                     facts=changes.get("facts", {"engine": {}, "hardware": {"device": "cpu x86_64"}}),
                 ),
                 c,
             )
+            self.heads += server.heads
 
 
 @pytest.fixture
@@ -292,10 +299,11 @@ def test_a_server_that_fails_ends_the_stage(world: World) -> None:
         world.run()
 
 
-def test_one_server_for_both_sides_is_refused(world: World) -> None:
+@pytest.mark.parametrize("url", ["http://there:8000/", "http://there:8000/v1", "http://there:8000/v1/"])
+def test_one_server_for_both_sides_is_refused(world: World, url: str) -> None:
     data = world.params.model_dump()
-    engine = {"kind": "openai", "base_url": "http://there:8000/", "model": "m"}
-    for name in ("reference", "a"):
+    for name, base_url in (("reference", "http://there:8000/"), ("a", url)):
+        engine = {"kind": "openai", "base_url": base_url, "model": "m"}
         data["candidates"][name] |= {"engine": engine, "steps": []}
         write_candidate(world.root / "build/agent", make_candidate(name).model_copy(update={"steps": ()}))
     work = matched_work.run_benchmark(
@@ -303,6 +311,13 @@ def test_one_server_for_both_sides_is_refused(world: World) -> None:
     )
     with pytest.raises(SettingsError, match=r"^candidates\.a\.engine\.base_url: expected another server than the "):
         asyncio.run(work)
+
+
+def test_timed_requests_carry_the_key_of_an_endpoint_that_asks_for_one(world: World) -> None:
+    world.api_key = "secret"
+    assert world.run().refusal is None
+    assert len(world.heads) > len(world.sent)
+    assert all("authorization: bearer secret" in head for head in world.heads)
 
 
 def test_cases_that_ask_the_same_are_one_prompt(world: World) -> None:

@@ -18,7 +18,7 @@ from pipeline.products.text.serving.answers import find_ignored, read_scores
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
-CHAT = {
+CHAT: dict[str, Any] = {
     "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1},
     "system_fingerprint": "f",
@@ -32,6 +32,7 @@ class FakeServer:
         self.script = list(script)
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.heads: list[str] = []  # in small letters
 
     async def __aenter__(self) -> FakeServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -48,6 +49,7 @@ class FakeServer:
                 length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.startswith("content-length")), 0)
                 body = json.loads(await reader.readexactly(length) or b"{}")
                 self.paths.append(head.split()[1])
+                self.heads.append(head)
                 self.bodies.append(body)
                 behave = self.script.pop(0) if len(self.script) > 1 else self.script[0]
                 await behave(body, writer)
@@ -143,6 +145,74 @@ def test_server_error_then_success() -> None:
     assert reply.text == "yes"
     assert len(server.bodies) == 3
     assert 0 < waits[0] <= client_module.BASE_BACKOFF_S < waits[1] * 2  # grows
+
+
+def test_a_server_that_limits_the_rate_is_asked_until_all_have_had_their_turn() -> None:
+    """It takes one request in 20 ms, and 32 are in flight: five tries are not enough for most."""
+    free_at = 0.0
+
+    async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal free_at
+        if (now := time.monotonic()) < free_at:
+            return await answer(429, {"error": "slow down"}, retry_after="0.02")(body, writer)
+        free_at = now + 0.02
+        await answer(200, CHAT)(body, writer)
+
+    async def run() -> list[str]:
+        async with FakeServer(behave) as server, Client([server.url], "m", concurrency=32, timeout_s=5) as client:
+            message = {"role": "user", "content": "x"}
+            replies = await asyncio.gather(*(client.chat([message], max_tokens=7) for _ in range(32)))
+            return [reply.text for reply in replies]
+
+    assert asyncio.run(run()) == ["yes"] * 32
+
+
+@pytest.mark.parametrize("status", [520, 522, 524, 529])
+def test_what_a_proxy_says_of_a_busy_server_is_asked_again(status: int) -> None:
+    reply, waits = ask(FakeServer(answer(status, {}), answer(200, CHAT)))
+    assert (reply.text, len(waits)) == ("yes", 1)
+
+
+@pytest.mark.parametrize("finish_reason", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str) -> None:
+    (choice,) = CHAT["choices"]
+    error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [choice | {"finish_reason": finish_reason}]})))
+    assert isinstance(error, EngineError) and not isinstance(error, RequestError)
+    assert f"expected an answer that the model ended, got one that the server did ({finish_reason!r}), " in str(error)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [None],
+        ["wait"],
+        {"function": {"name": "wait", "arguments": "{}"}},
+        [{"function": {"name": None, "arguments": "{}"}}],
+        [{"function": {"name": "wait", "arguments": {"minutes": 5}}}],
+    ],
+    ids=["none", "text", "no-list", "no-name", "object"],
+)
+def test_tool_calls_of_another_form_are_no_wrong_answer(calls: Any) -> None:
+    """A server that sends its arguments as an object would have every call of every case counted as wrong."""
+    message = {"content": None, "tool_calls": calls}
+    error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [{"message": message, "finish_reason": "tool_calls"}]})))
+    assert isinstance(error, EngineError)
+    assert "expected tool calls with a name and with arguments as text, got " in str(error)
+
+
+@pytest.mark.parametrize("count", [None, "1", 1.5])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_a_usage_without_whole_numbers_is_none(name: str, count: Any) -> None:
+    """They are added up and compared later on, where nobody would name the server."""
+    error, _ = ask(FakeServer(answer(200, CHAT | {"usage": CHAT["usage"] | {name: count}})))
+    assert isinstance(error, EngineError) and "expected a chat completion with its usage, got " in str(error)
+
+
+def test_a_tool_call_without_arguments_is_one() -> None:
+    call = {"function": {"name": "wait", "arguments": None}}
+    message = {"content": None, "tool_calls": [call]}
+    reply, _ = ask(FakeServer(answer(200, CHAT | {"choices": [{"message": message, "finish_reason": "tool_calls"}]})))
+    assert reply.tool_calls == (call,)
 
 
 def test_tries_are_bounded() -> None:

@@ -20,12 +20,15 @@ from pipeline.products.text.evals.generation import (
 )
 from pipeline.products.text.findings.speculation import check_speculation
 from pipeline.products.text.serving.answers import Reply, find_ignored
+from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import canonical_json
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 from tests.fakes.judging import compare_release
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
+from tests.products.text.test_client import FakeServer
+from tests.products.text.test_client import answer as say
 
 QUESTION = Question("q1", "one two", ("\n\n", "Q:"))
 RECORD = CaseRecord(case_id="c", input_digest="d", cluster="c", prompt="p", output="o", fingerprint="f")
@@ -109,6 +112,20 @@ def test_prompts_that_are_one_token_too_long_are_counted_and_the_first_is_named(
 def test_a_server_that_counts_no_tokens_is_asked_all_the_same() -> None:
     context = make_context(Endpoint(counts=False), is_plain=True, context_length=1)
     asyncio.run(check_questions_fit(context, [QUESTION]))
+
+
+def test_a_server_that_counts_no_tokens_is_not_asked_to_for_each_prompt() -> None:
+    """Fifty thousand refusals would stand in line before the first case."""
+    questions = [Question(f"q{i}", f"word {i}") for i in range(50)]
+
+    async def check(server: FakeServer) -> None:
+        async with server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            await check_questions_fit(make_context(client, is_plain=False), questions)
+            await client.list_models()
+
+    server = FakeServer(*[say(404, {"detail": "Not Found"})] * 2, say(200, {"data": [], "tokens": [1]}))
+    asyncio.run(check(server))
+    assert server.paths[-1] == "/v1/models" and len(server.paths) <= 4
 
 
 @pytest.mark.parametrize("until", ["Q:", ["Q:", ""], None], ids=str)

@@ -120,8 +120,10 @@ def test_counts_of_speculation_come_along() -> None:
         (stream(chunk(finish="length"), usage(9)), "expected a stream with content"),
         (stream('{"error": "out of memory"}'), "expected a chunk of an answer, got \"{'error': 'out of memory'}\""),
         (stream("oops"), "expected JSON, got 'oops'"),
+        (stream(chunk(tool_calls=[{"index": None, "function": {"name": "a"}}])), "expected a chunk of an answer, got "),
+        (stream(chunk("a"), chunk(finish="length"), usage(9) | {"usage": [9]}), "expected a chunk of an answer, got "),
     ],
-    ids=["refused", "no-usage", "no-end", "no-content", "error-half-way", "no-json"],
+    ids=["refused", "no-usage", "no-end", "no-content", "error-half-way", "no-json", "no-number", "no-counts"],
 )
 def test_what_is_no_whole_answer_ends_the_benchmark_in_one_line(behave: Behaviour, said: str) -> None:
     with pytest.raises(EngineError) as caught:

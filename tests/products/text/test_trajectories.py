@@ -217,6 +217,13 @@ def test_a_conversation_that_outgrows_the_context_is_a_wrong_answer(tmp_path: Pa
     assert record.output.splitlines()[-1] == OUTGROWN and client.ended == ["w1"]
 
 
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_key_that_expired_or_a_model_that_is_gone_is_no_wrong_answer(tmp_path: Path, status: int) -> None:
+    client = ListedClient(ORDER, RequestError(f"HTTP {status}", status=status))
+    record = run(tmp_path, client, context_length=140)
+    assert record.failure == f"infrastructure: HTTP {status}" and record.scores == {}
+
+
 def test_the_state_of_a_case_is_never_shared(tmp_path: Path) -> None:
     run(tmp_path, ListedClient(ORDER, FINISH))
     assert CASE.state == {"stock": 5, "orders": [], "finished": False}

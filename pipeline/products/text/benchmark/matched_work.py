@@ -29,6 +29,7 @@ from pipeline.products.text.benchmark.prompts import (
 )
 from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
 from pipeline.products.text.benchmark.streaming import DEFINITIONS
+from pipeline.products.text.serving.addresses import authorize, strip_address
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.exactness import is_exact
@@ -106,7 +107,7 @@ async def _measure(
 
 def _check_two_servers(pair: list[Candidate]) -> None:
     url, other = (c.serving.base_url for c in pair)
-    if url and other and url.rstrip("/") == other.rstrip("/"):
+    if url and other and strip_address(url) == strip_address(other):
         raise SettingsError(
             f"candidates.{pair[1].name}.engine.base_url: expected another server than the "
             f"reference's, which would be sent each prompt twice, got {other!r}"
@@ -122,11 +123,6 @@ async def _serve(
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     expected = read_expected(product, root, folder, evaluation)
     resources = product.resources.model_copy(update={"num_servers": 1})
-    # a connection for each request: while the other side is timed a server may close one that was kept open
-    http = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s),
-    )
     starting = start_engine(
         candidate,
         resources,
@@ -136,15 +132,20 @@ async def _serve(
         num_engines=len(_ROLES),
         engine_index=_ROLES.index(role),
     )
-    async with http, starting as (engine, client):
+    async with starting as (engine, client):
         if engine.fingerprint != evaluation.fingerprint:
             raise UnequalWorkError(
                 f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "
                 f"{evaluation.fingerprint[:12]}; run `dvc repro`"
             )
         is_ours = candidate.serving.engine == "transformers"  # others don't count drafts while they stream
-        yield (
-            Contender(
+        # a connection for each request: while the other side is timed a server may close one that was kept open
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s),
+            headers=authorize(engine.api_key),
+        ) as http:
+            contender = Contender(
                 role,
                 engine,
                 client,
@@ -152,9 +153,8 @@ async def _serve(
                 expected,
                 is_exact=is_ours and is_exact(candidate.serving.dtype, engine.facts),
                 has_drafts=is_ours and candidate.serving.speculative is not None,
-            ),
-            client,
-        )
+            )
+            yield contender, client
 
 
 async def _probe_side(

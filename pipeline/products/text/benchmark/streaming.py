@@ -9,6 +9,7 @@ Not covered: sampling, and reading an answer that need not be timed, which is th
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,18 +56,18 @@ class _Stream:
     def add(self, event: Any, arrival_s: float) -> None:
         """Take one event; anything that is no chunk of an answer is refused."""
         try:
-            self.usage = event.get("usage") or self.usage
+            self.usage = dict(event.get("usage") or self.usage)
             self.fingerprint = event.get("system_fingerprint") or self.fingerprint
             for choice in event["choices"]:
                 self._add_choice(choice, arrival_s)
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise NonsenseError(f"expected a chunk of an answer, got {str(event)[:100]!r}") from None
 
     def _add_choice(self, choice: dict[str, Any], arrival_s: float) -> None:
         delta = choice.get("delta") or {"content": choice.get("text")}  # of a plain prompt
         self.text += delta.get("content") or ""
         for call in delta.get("tool_calls") or ():
-            parts = self.calls.setdefault(call.get("index", 0), {"name": "", "arguments": ""})
+            parts = self.calls.setdefault(operator.index(call.get("index", 0)), {"name": "", "arguments": ""})
             for name in parts:
                 parts[name] += call.get("function", {}).get(name) or ""
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -78,6 +79,14 @@ class _Stream:
 
     def finish(self, start_s: float) -> TimedReply:
         """Return the whole answer with its times."""
+        claimed = self.usage.get("completion_tokens")
+        is_whole = self.first_s is not None and self.finish_reason is not None
+        if self.usage and not (is_whole and isinstance(claimed, int) and claimed >= 2):
+            raise NonsenseError(
+                "expected a stream with content, two tokens or more and an end, got "
+                f"{self.text[:60]!r} with {claimed!r} tokens, finish_reason "
+                f"{self.finish_reason!r}"
+            )
         calls = [{"function": parts} for _, parts in sorted(self.calls.items())]
         message = {"content": self.text, "tool_calls": calls}
         reply = read_reply(
@@ -88,13 +97,8 @@ class _Stream:
             },
             self.last_s - start_s,
         )
+        assert self.first_s is not None  # of an answer with a usage, and others are refused
         num_tokens = reply.num_completion_tokens
-        if self.first_s is None or self.finish_reason is None or not isinstance(num_tokens, int) or num_tokens < 2:
-            raise NonsenseError(
-                "expected a stream with content, two tokens or more and an end, got "
-                f"{self.text[:60]!r} with {num_tokens!r} tokens, finish_reason "
-                f"{self.finish_reason!r}"
-            )
         per_token_s = (self.last_s - self.first_s) / (num_tokens - 1)
         return TimedReply(reply, 1000 * (self.first_s - start_s), 1000 * per_token_s)
 

@@ -8,7 +8,6 @@ Not covered: conversations (`tool_calls.py`, `trajectories.py`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from pipeline.errors import RequestError, SettingsError, suggest
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Client, Reply
+from pipeline.products.text.serving.engines.engine import gather
 from pipeline.records.digests import digest_json
 from pipeline.records.joining import join_by_keys
 from pipeline.records.record_files import Record
@@ -177,7 +177,7 @@ async def check_questions_fit(context: EvalContext, questions: Sequence[Question
     """
     contents = [question.build_content(is_plain=context.is_plain) for question in questions]
     try:
-        sizes = await asyncio.gather(*(count_tokens(context.client, content) for content in contents))
+        sizes = await gather(*(count_tokens(context.client, content) for content in contents))
     except RequestError:
         return
     too_long = [

@@ -28,6 +28,7 @@ from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation
 
 TEMPLATE_TOKENS = 64  # what a chat template may add to a turn
+_TOO_LONG = (400, 413, 422)  # HTTP statuses by which servers refuse a prompt; others refuse the key, or the model
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
@@ -50,8 +51,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
         for _ in range(settings.max_turns):
             try:
                 reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
-            except RequestError:
-                if longest + context.max_tokens <= context.context_length:
+            except RequestError as refused:
+                has_room = longest + context.max_tokens <= context.context_length
+                if has_room or refused.status not in _TOO_LONG:
                     raise
                 turns.append(OUTGROWN)
                 break

@@ -44,9 +44,15 @@ def check_speculation(evidence: Evidence) -> list[str]:
             f"{where}: the evaluation's sum differs from what its records counted; run `dvc repro` to evaluate it again"
         ]
     if counts is None or not counts.num_drafted:
+        remedy = "gate an eval that generates text"
+        if counts is None and serving.engine == "openai":
+            remedy = (
+                "have the attached server count the drafts of each request (vLLM by --per-request-spec-decode-metrics "
+                "summary)"
+            )
         return [
-            f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
-            "generates text, or remove the speculative step"
+            f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; {remedy}, or remove "
+            "the speculative step"
         ]
     if not is_total and (uncounted := _count_uncounted(evidence)):
         return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import email.utils
 import itertools
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pipeline.records.speculation import SpeculationCounts
 
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100
+_BROKEN_OFF = ("abort", "error")  # finish reasons of answers that a server ended before the model did
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
@@ -91,10 +93,10 @@ def read_reply(answer: Any, latency_s: float) -> Reply:
             raise TypeError
         return Reply(
             text=text,
-            tool_calls=tuple(choice["message"].get("tool_calls") or ()),
-            finish_reason=choice["finish_reason"],
-            num_prompt_tokens=usage["prompt_tokens"],
-            num_completion_tokens=usage["completion_tokens"],
+            tool_calls=_read_calls(choice["message"].get("tool_calls")),
+            finish_reason=_read_end(choice),
+            num_prompt_tokens=operator.index(usage["prompt_tokens"]),
+            num_completion_tokens=operator.index(usage["completion_tokens"]),
             latency_s=latency_s,
             fingerprint=answer.get("system_fingerprint") or "",
             speculation=_read_speculation(answer),
@@ -114,9 +116,9 @@ def read_completion(answer: Any, latency_s: float) -> Reply:
         return Reply(
             text=choice["text"],
             tool_calls=(),
-            finish_reason=choice["finish_reason"],
-            num_prompt_tokens=usage["prompt_tokens"],
-            num_completion_tokens=usage["completion_tokens"],
+            finish_reason=_read_end(choice),
+            num_prompt_tokens=operator.index(usage["prompt_tokens"]),
+            num_completion_tokens=operator.index(usage["completion_tokens"]),
             latency_s=latency_s,
             fingerprint=answer.get("system_fingerprint") or "",
             speculation=_read_speculation(answer),
@@ -125,6 +127,29 @@ def read_completion(answer: Any, latency_s: float) -> Reply:
         )
     except _UNREADABLE:
         raise NonsenseError(f"expected a completion with its usage, got {_excerpt(answer)}") from None
+
+
+def _read_calls(calls: Any) -> tuple[dict[str, Any], ...]:
+    """Read tool calls. Whether their arguments are JSON is the model's doing; that they are text is the server's."""
+    try:
+        read = tuple((call, call["function"]["name"], call["function"].get("arguments") or "") for call in calls or ())
+        if not all(isinstance(part, str) for _, *parts in read for part in parts):
+            raise TypeError
+    except _UNREADABLE:
+        raise NonsenseError(
+            f"expected tool calls with a name and with arguments as text, got {_excerpt(calls)}"
+        ) from None
+    return tuple(call for call, _, _ in read)
+
+
+def _read_end(choice: Any) -> Any:
+    """Return why an answer ended; refuse one that the server broke off, as half of an answer is no wrong one."""
+    if (reason := choice["finish_reason"]) in _BROKEN_OFF:
+        raise NonsenseError(
+            f"expected an answer that the model ended, got one that the server did ({reason!r}), which begins "
+            f"{_excerpt(choice)}"
+        )
+    return reason
 
 
 def _read_ids(ids: Any) -> tuple[int, ...] | None:

@@ -2,8 +2,8 @@
 
 Speaks the OpenAI API (chats, and plain prompts) and vLLM's way of scoring given tokens. Always greedy, always with an
 explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
-its prefix stays cached there. Waits when a server says
-Retry-After, repeats a request that may succeed later, and never repeats a refused one.
+its prefix stays cached there. Waits when a server says Retry-After, repeats a request that may succeed later (one that
+is told 429 for as long as others are answered), and never repeats a refused one.
 
 Not covered: streaming and sampling.
 """
@@ -21,6 +21,7 @@ import aiohttp
 import orjson
 
 from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
+from pipeline.products.text.serving.addresses import authorize
 from pipeline.products.text.serving.answers import (
     Reply,
     TokenScores,
@@ -42,7 +43,8 @@ MAX_BACKOFF_S = 20.0
 _JITTER = random.Random()  # its own: what else draws in this process may have set a seed
 CONNECT_TIMEOUT_S = 10.0
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
-_REPEATABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+# of 5xx, which proxies have their own of, a server means these two for good: it can't do what is asked
+_REPEATABLE = frozenset({408, 425, 429, *range(500, 600)}) - {501, 505}
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class _Server:
     places: asyncio.Semaphore  # one per request in flight
     num_waiting: int = 0  # requests running or waiting for a place
     num_sessions: int = 0
+    num_answered: int = 0
     takes_lists: bool = True  # of texts in /tokenize: our extension, unknown until a server refuses it
 
 
@@ -98,9 +101,7 @@ class Client:
         self.model = model
         self.check_alive = check_alive
         self.echo = echo
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = {"content-type": "application/json"} | authorize(api_key)
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[list[_ScoreCall]] = asyncio.Queue()
@@ -144,12 +145,8 @@ class Client:
             EngineError: no answer after all tries, a server that is dead, or that is not the one it was.
             IgnoredFieldError: the answer is longer than was asked for, or another model's.
         """
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": list(messages),
-            "temperature": 0,
-            "max_tokens": max_tokens,
-        }
+        body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": max_tokens}
+        body["messages"] = list(messages)
         if tools:
             body["tools"] = list(tools)
         if return_token_ids:
@@ -210,12 +207,10 @@ class Client:
         server = self._pick(None)
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
         if server.takes_lists:
+            together = {**body, "prompt": list(texts)}
             try:
                 return await self._post(
-                    server,
-                    "/tokenize",
-                    {**body, "prompt": list(texts)},
-                    lambda answer, _: read_tokens(answer, len(texts)),
+                    server, "/tokenize", together, lambda answer, _: read_tokens(answer, len(texts))
                 )
             except RequestError:
                 server.takes_lists = False
@@ -333,7 +328,7 @@ class Client:
         server.num_waiting += 1
         try:
             async with server.places:
-                answer, latency = await self._try_repeatedly(server.url + path, method, content, decode)
+                answer, latency = await self._try_repeatedly(server, path, method, content, decode)
             return read(answer, latency)
         except NonsenseError as error:
             raise EngineError(f"{server.url}{path}: {error}") from None
@@ -341,11 +336,13 @@ class Client:
             server.num_waiting -= 1
 
     async def _try_repeatedly(
-        self, url: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
+        self, server: _Server, path: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
     ) -> tuple[Any, float]:
-        problem, num_timeouts, num_refusals = "", 0, 0
-        for attempt in range(self._max_tries):
-            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * _JITTER.uniform(0.5, 1.0)
+        url, problem, num_tries, num_timeouts, num_refusals = server.url + path, "", 0, 0, 0
+        num_answered = server.num_answered
+        while True:
+            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**num_tries) * _JITTER.uniform(0.5, 1.0)
+            num_tries += 1
             start = time.perf_counter()
             try:
                 async with self._http.request(
@@ -353,11 +350,14 @@ class Client:
                 ) as response:
                     body = await response.read()
                 if response.status == 200:
+                    server.num_answered += 1
                     return decode(body), time.perf_counter() - start
                 problem = f"HTTP {response.status}: {read_refusal(body)}"
                 if response.status not in _REPEATABLE:
-                    raise RequestError(f"{url}: {problem}")
+                    raise RequestError(f"{url}: {problem}", status=response.status)
                 wait = read_retry_after(response.headers.get("retry-after", "")) or wait
+                if response.status == 429 and server.num_answered > num_answered:  # of others: it limits their rate
+                    num_tries, num_answered = 1, server.num_answered
             except aiohttp.ConnectionTimeoutError:
                 num_timeouts, wait = num_timeouts + 1, 0.0
                 problem = f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s"
@@ -374,10 +374,10 @@ class Client:
             except NonsenseError as error:
                 problem = str(error)
             self.check_alive()
-            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or attempt == self._max_tries - 1:
+            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or num_tries == self._max_tries:
                 break
             await self._sleep(wait)
-        raise EngineError(f"{url}: {problem} (tried {attempt + 1} times)")
+        raise EngineError(f"{url}: {problem} (tried {num_tries} times)")
 
 
 def _cut_requests(calls: Sequence[_ScoreCall]) -> Iterator[list[_ScoreCall]]:

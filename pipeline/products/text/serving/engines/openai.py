@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pipeline.errors import EngineError
+from pipeline.products.text.serving.addresses import strip_address
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
 from pipeline.products.text.serving.readiness import check_context, probe
@@ -21,6 +22,7 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import SECTIONS
 
 FACTS_TIMEOUT_S = 10.0
+MAX_FACTS_TRIES = 3  # one that is busy for a moment would be another server without them; one that has none says so
 MAX_REFUSALS = 2  # connections refused before the server counts as not started
 DECLARED = "declared by the settings, not proved by the server"
 
@@ -37,7 +39,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         raise EngineError(
             f"{candidate.name}: engine openai needs base_url and model, got {serving.base_url!r} and {serving.model!r}"
         )
-    url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
+    url, key = strip_address(serving.base_url), read_key(candidate)
     async with Client(
         [url],
         serving.model,
@@ -48,7 +50,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     ) as client:
         await _check_listing(client, url, launch)
     async with Client(
-        [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1, api_key=key
+        [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=MAX_FACTS_TRIES, api_key=key
     ) as client:
         facts, proof = await read_facts(client)
     if "checkpoint" in facts:
