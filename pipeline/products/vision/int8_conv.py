@@ -159,6 +159,11 @@ def set_up_layers(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
             conv.register_buffer(key, torch.empty_like(like))
 
 
+def find_int8(module: nn.Module) -> str | None:
+    """Return the first layer of a network that is in INT8; None where there is none."""
+    return next((name for name, part in module.named_modules() if isinstance(part, Int8Conv2d)), None)
+
+
 def pack_layers(module: nn.Module) -> None:
     """Make the INT8 layers of a loaded network ready to run where it is."""
     for part in module.modules():
