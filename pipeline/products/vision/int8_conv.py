@@ -120,6 +120,8 @@ def explain_float(conv: nn.Conv2d) -> str:
         dilation * (size - 1) % 2 for size, dilation in zip(conv.kernel_size, conv.dilation, strict=True)
     ):
         return "padding that differs from side to side"
+    if "weight" not in conv._parameters and not isinstance(conv, Int8Conv2d):
+        return "a weight that is computed from others, as by weight_norm"
     return ""
 
 
