@@ -36,6 +36,8 @@ from pipeline.settings.metrics import AREAS, MetricDefinition
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_NUM_KEPT = 1024  # tables: of a reference and a dozen candidates with 80 categories
+
 
 def list_object_buckets(table: MatchTable, definition: MetricDefinition) -> list[str]:
     """Return the buckets of objects that a metric has: areas and categories of the product, where it covers all."""
@@ -214,14 +216,14 @@ def _pick(values: Floats, definition: MetricDefinition, area: int) -> Floats:
     return np.asarray(chosen[..., int(np.abs(IOU_THRESHOLDS - definition.iou).argmin())])
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=_NUM_KEPT)  # what is made of a table is found again by the very object
 def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -> MatchTable:
     if bucket in table.categories:
         return table.of_class(table.categories[bucket])
     return table if positions == tuple(range(table.num_images)) else table.at(np.array(positions, dtype=np.int64))
 
 
-@lru_cache(maxsize=256)  # the reference's are every candidate's, and all metrics read them; 320 KB each
+@lru_cache(maxsize=_NUM_KEPT)  # the reference's are every candidate's, and all metrics read them; 320 KB each
 def _resample(table: MatchTable, clusters: tuple[int, ...]) -> Floats:
     return average_precision(table, _draw(clusters))
 

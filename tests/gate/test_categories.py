@@ -12,11 +12,13 @@ import pytest
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
+from pipeline.numerics.average_precision import average_precision
 from pipeline.products.vision.detecting import build_categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.records.detections import MatchTable
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, list_said, render_report
-from tests.fakes.synthetic_categories import PERSON, Results, lose, make_cases, write_categories_tree
+from tests.fakes.synthetic_categories import NUM_CATEGORIES, PERSON, Results, lose, make_cases, write_categories_tree
 from tests.fakes.synthetic_detections import DetectorAuditor, DetectorParams, make_detector_params
 
 SETTINGS = DetectionEval(kind="detection", evalset="evalsets/shelves")
@@ -63,6 +65,19 @@ def test_a_whole_class_that_is_lost_fails_and_is_named_first(build: Path) -> Non
     report = render_report(compared)
     assert "person" in report.split("| candidate |")[0] and "Images that lost most of shelves/ap [person]" in report
     assert "person objects down" in render_gate(compared.judgement)
+
+
+def test_each_category_of_eighty_is_resampled_once(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tables were kept than two sides of eighty have: each metric, and each look, resampled all anew."""
+    resampled: list[MatchTable] = []
+
+    def count(table: MatchTable, weights: Any) -> Any:
+        resampled.append(table)
+        return average_precision(table, weights)
+
+    monkeypatch.setattr("pipeline.gate.detection.average_precision", count)
+    judge_by(build, "blind", AP)
+    assert len(resampled) <= 2 * (1 + NUM_CATEGORIES)
 
 
 def test_a_detector_that_lost_nothing_passes_though_no_category_is_proven(few: Path) -> None:

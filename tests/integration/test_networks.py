@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -557,6 +558,28 @@ def test_a_module_whose_tiles_do_not_grow_alike_is_one_line(project: Path, here:
     product = make_upscaler()
     build(project, product, "tiled")
     with pytest.raises(EngineError, match="adapter.py: tiles: expected a decoded tile of a whole multiple of"):
+        evaluate(project, product, "tiled")
+
+
+@pytest.mark.parametrize(
+    ("taken", "fed", "shape"),
+    [
+        ("shuffle(self.blur(x))", "F.pixel_unshuffle({}, 2)", "(32, 48)"),
+        ("shuffle(self.blur(x))[:, :, 32:-32, 32:-32]", "F.pad({}, (16, 16, 16, 16), mode='reflect')", "(96, 128)"),
+    ],
+)
+def test_tiles_of_what_is_not_as_large_as_the_picture_are_one_line(
+    project: Path, here: None, taken: str, fed: str, shape: str
+) -> None:
+    """Tiles met elsewhere than where seams are looked for: seams of 8 levels were said to be -7, and passed."""
+    edit(project, UPSCALER_FILE, "import torch\n", "import torch\nfrom torch.nn import functional as F\n")
+    pixels = "pixels.permute(0, 3, 1, 2).float() / 255"
+    edit(project, UPSCALER_FILE, pixels, fed.format(pixels))
+    edit(project, UPSCALER_FILE, "shuffle(self.blur(x))", taken)
+    product = make_upscaler()
+    build(project, product, "tiled")
+    message = rf"adapter.py: preprocess\(\) made {re.escape(shape)} of pictures of \(64, 96\), .*; pad or .* module"
+    with pytest.raises(EngineError, match=message):
         evaluate(project, product, "tiled")
 
 

@@ -23,6 +23,7 @@ from pipeline.evalsets.pictures import read_picture
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.conv_policy import list_convolutions, resolve_policy
 from pipeline.products.vision.files import read_network_checkpoint
+from pipeline.products.vision.int8_conv import find_int8
 from pipeline.products.vision.loading import Network, load_network
 from pipeline.products.vision.quantize import observe, plan_layers, write_quantized
 from pipeline.products.vision.quantize_proof import check_quantized, read_coverage
@@ -30,6 +31,7 @@ from pipeline.products.vision.serving import run_plainly, serve
 from pipeline.products.vision.settings import (
     CompileStep,
     ConvPolicyStep,
+    PrecisionStep,
     QuantizeStep,
     VisionProduct,
 )
@@ -80,6 +82,11 @@ def _build(name: str, product: VisionProduct, root: Path, working: Path, target:
     for i, step in enumerate(settings.steps):
         record: dict[str, Any] = {"serving": step.build_serving()}
         where = f"candidates.{name}.steps.{i}"
+        if isinstance(step, PrecisionStep) and (layer := find_int8(network.module)):
+            raise SettingsError(
+                f"{where}: expected no precision beside weights in INT8, as of {layer!r}, which say for each layer in "
+                "which format it runs; remove the step, or name the float checkpoint"
+            )
         if isinstance(step, QuantizeStep):
             made, coverage, missed = _quantize(step, network, product, checkpoint, working / _WEIGHTS, where, root)
             checkpoint = made.model_copy(update={"path": (target / _WEIGHTS).relative_to(root).as_posix()})

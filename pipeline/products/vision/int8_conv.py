@@ -120,6 +120,8 @@ def explain_float(conv: nn.Conv2d) -> str:
         dilation * (size - 1) % 2 for size, dilation in zip(conv.kernel_size, conv.dilation, strict=True)
     ):
         return "padding that differs from side to side"
+    if "weight" not in conv._parameters and not isinstance(conv, Int8Conv2d):
+        return "a weight that is computed from others, as by weight_norm"
     return ""
 
 
@@ -157,6 +159,11 @@ def set_up_layers(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
             if like is None:
                 raise CheckpointError(f"{name}.{key}: expected a tensor beside the INT8 weights, found none")
             conv.register_buffer(key, torch.empty_like(like))
+
+
+def find_int8(module: nn.Module) -> str | None:
+    """Return the first layer of a network that is in INT8; None where there is none."""
+    return next((name for name, part in module.named_modules() if isinstance(part, Int8Conv2d)), None)
 
 
 def pack_layers(module: nn.Module) -> None:

@@ -49,7 +49,8 @@ class Network:
             pixels: uint8 (images, rows, columns, 3).
 
         Raises:
-            EngineError: the adapter failed, or returned no batch of as many images.
+            EngineError: the adapter failed, or returned no batch of as many images, or one of
+                other sides that is to be cut into tiles.
         """
         x = self.adapter.preprocess(pixels.to(self.device))
         if not isinstance(x, torch.Tensor) or x.ndim != 4 or len(x) != len(pixels):
@@ -57,6 +58,13 @@ class Network:
             raise EngineError(
                 f"{self.adapter.path}: preprocess() returned {came!r}, expected a tensor of shape "
                 f"({len(pixels)}, channels, rows, columns)"
+            )
+        # the pictures' own sides say where tiles meet, and there seams are looked for
+        if self.serving.tiling and x.shape[2:] != pixels.shape[1:3]:
+            raise EngineError(
+                f"{self.adapter.path}: preprocess() made {tuple(x.shape[2:])} of pictures of "
+                f"{tuple(pixels.shape[1:3])}, expected the same rows and columns, as tiles are cut of them; pad or "
+                "rearrange pixels in the module"
             )
         return x.to(torch.float32 if self.serving.autocast else self._dtype).contiguous(memory_format=self._format)
 

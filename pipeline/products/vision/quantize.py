@@ -35,8 +35,8 @@ from pipeline.products.vision.int8_conv import (
     INPUT_ZERO_POINT,
     MAX_INPUT,
     SCALE,
-    Int8Conv2d,
     explain_float,
+    find_int8,
 )
 from pipeline.products.vision.loading import Network
 from pipeline.records.files import replace_whole
@@ -76,7 +76,7 @@ def plan_layers(module: nn.Module, exclude: Sequence[str]) -> QuantizePlan:
         SettingsError: a pattern matches no convolution, nothing is left, or some layer is in INT8 already.
     """
     covered, others = list_convolutions(module), list_others(module)
-    if done := next((name for name, conv in others.items() if isinstance(conv, Int8Conv2d)), None):
+    if done := find_int8(module):
         raise SettingsError(f"expected float weights to quantise, found {done!r} in INT8; name the float checkpoint")
     for i, pattern in enumerate(exclude):
         if not any(fnmatchcase(name, pattern) for name in covered):

@@ -101,7 +101,7 @@ def _check_weight(where: str, weight: torch.Tensor, scale: torch.Tensor, exact: 
 
 
 def read_coverage(folder: Path, ranges: Mapping[str, InputRange], layers: list[str]) -> tuple[LayerCoverage, ...]:
-    """Return the format in which each convolution is stored, by the headers of what was written."""
+    """Return the format in which each convolution's weight is stored, by the headers of what was written."""
     tensors = read_tensors(folder)
     return tuple(
         LayerCoverage(
@@ -111,6 +111,7 @@ def read_coverage(folder: Path, ranges: Mapping[str, InputRange], layers: list[s
             asked=name in ranges,
         )
         for name in layers
+        if f"{name}.weight" in tensors  # else it is computed from others, and a fallback says so
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -387,6 +388,37 @@ def test_a_step_that_can_not_be_done_is_one_line(project: Path, step: dict[str, 
     with pytest.raises(SettingsError, match=said) as caught:
         build_network_candidate("int8", make(STEP | step), root=project, build=project / "build/detector")
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_computed_from_others_stays_float(project: Path) -> None:
+    """It has no tensor of its own to quantise: what was written was said to be wrong."""
+    adapter, weights = project / "detector/adapter.py", project / "detector/squares/model.safetensors"
+    plain = "nn.Conv2d(1, 1, 3, padding=1)"
+    adapter.write_text(adapter.read_text().replace(plain, f"torch.nn.utils.weight_norm({plain})"))
+    tensors = load_file(weights)
+    weight = tensors.pop("blur.weight")
+    save_file(tensors | {"blur.weight_v": weight, "blur.weight_g": weight.norm().reshape(1, 1, 1, 1)}, weights)
+    built = build_network_candidate("int8", make(STEP), root=project, build=project / "build/detector")
+    assert [(f.layer, f.reason) for f in built.fallbacks] == [
+        ("blur", "a weight that is computed from others, as by weight_norm: it stays float")
+    ]
+    assert [(c.layer, c.format) for c in built.coverage] == [("scale", "int8")]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_another_number_format_of_weights_in_int8_is_one_line(project: Path, autocast: bool) -> None:
+    """Scales were cast to bfloat16: torch refused them in the evaluation, and the adapter was named for it."""
+    build = project / "build/detector"
+    build_network_candidate("int8", make(STEP), root=project, build=build)
+    shutil.copytree(build / "candidates/int8/checkpoint", project / "detector/int8")
+    half = {"kind": "precision", "dtype": "bfloat16", "autocast": autocast}
+    product = make(half)
+    settings = product.candidates["int8"].model_copy(update={"checkpoint": "detector/int8"})
+    product = product.model_copy(update={"candidates": product.candidates | {"int8": settings}})
+    with pytest.raises(
+        SettingsError, match=r"int8\.steps\.0: expected no precision beside weights in INT8, as of 'blur'"
+    ):
+        build_network_candidate("int8", product, root=project, build=build)
 
 
 def test_too_few_pictures_are_told_before_any_work(project: Path) -> None:
