@@ -13,6 +13,7 @@ by the share of AP that their objects carry, so 300 images of which 12 hold a sm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -27,7 +28,7 @@ from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
 from pipeline.gate.statistics import sign_flip_tail, tail_at
 from pipeline.gate.wording import format_value, name_metric
-from pipeline.numerics.average_precision import average_precision
+from pipeline.numerics.average_precision import average_precision, mean_over_classes
 from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
@@ -219,13 +220,24 @@ def _pick(values: Floats, definition: MetricDefinition, area: int) -> Floats:
 @lru_cache(maxsize=_NUM_KEPT)  # what is made of a table is found again by the very object
 def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -> MatchTable:
     if bucket in table.categories:
-        return table.of_class(table.categories[bucket])
-    return table if positions == tuple(range(table.num_images)) else table.at(np.array(positions, dtype=np.int64))
+        return _pick_class(table, table.categories[bucket])
+    if positions == tuple(range(table.num_images)):
+        return table
+    return replace(table.at(np.array(positions, dtype=np.int64)), categories={})  # it is a bucket, and has none
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _pick_class(table: MatchTable, number: int) -> MatchTable:
+    return table.of_class(number)
 
 
 @lru_cache(maxsize=_NUM_KEPT)  # the reference's are every candidate's, and all metrics read them; 320 KB each
 def _resample(table: MatchTable, clusters: tuple[int, ...]) -> Floats:
-    return average_precision(table, _draw(clusters))
+    """Return AP [resamples, areas, thresholds]; that of a table with buckets by class is made of theirs."""
+    if not table.categories:
+        return average_precision(table, _draw(clusters))
+    numbers = range(table.num_objects.shape[1])
+    return mean_over_classes(_resample(_pick_class(table, number), clusters) for number in numbers)
 
 
 @lru_cache(maxsize=4)  # every category is resampled alike

@@ -2,12 +2,15 @@
 
 A resample is a weight per image, how often it is drawn. An image that is drawn twice has every detection and every
 object twice, and its copies stand together in the ranking. So weighted counts give the AP of the image list with
-repetitions, exactly but for the order of equal scores on one image. All resamples are computed at once. A class
+repetitions, exactly but for the order of equal scores on one image. Each core computes some of the resamples. A class
 without an object in a bucket does not enter that bucket's mean, as in COCO, in a resample too; where no class has one
 there is no AP, which is NaN here and never -1: -1 less -1 would be no change.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +36,34 @@ def average_precision(table: MatchTable, weights: Floats | None = None) -> Float
     88:303-338 (2010), section 4.2, with COCO's number of recalls.
     """
     weights = np.ones((1, table.num_images)) if weights is None else weights
-    order = np.argsort(-table.scores, kind="stable")
-    images, classes = table.images[order], table.classes[order]
-    total = np.zeros((len(weights), len(table.areas), len(IOU_THRESHOLDS)))
-    num_classes = np.zeros((len(weights), len(table.areas), 1))
-    for number in range(table.num_objects.shape[1]):
-        mine = np.flatnonzero(classes == number)
-        flags = (table.matched[order[mine]], table.ignored[order[mine]])
-        num_objects = weights @ table.num_objects[:, number].astype(np.float64)
-        rows = max(1, _CHUNK_NUMBERS // max(len(mine), 1))
-        for start in range(0, len(weights), rows):
-            part = slice(start, start + rows)
-            total[part] += _class_precision(weights[part][:, images[mine]], *flags, num_objects[part])
-        num_classes += num_objects[:, :, None] > 0
+    num_classes = table.num_objects.shape[1]
+    return mean_over_classes(_one_class_precision(table.of_class(number), weights) for number in range(num_classes))
+
+
+def mean_over_classes(parts: Iterable[Floats]) -> Floats:
+    """Return AP of all classes from that of each, as `average_precision` returns it; NaN where a class has no object."""
+    total, num_classes = np.zeros(()), np.zeros(())
+    for part in parts:
+        has_objects = np.isfinite(part)
+        total, num_classes = total + np.where(has_objects, part, 0.0), num_classes + has_objects
     with np.errstate(invalid="ignore"):
         return np.asarray(total / num_classes)
+
+
+def _one_class_precision(table: MatchTable, weights: Floats) -> Floats:
+    """Return AP [num_resamples, num_areas, num_thresholds] of a table with one class."""
+    order = np.argsort(-table.scores, kind="stable")
+    images, flags = table.images[order], (table.matched[order], table.ignored[order])
+    num_objects = weights @ table.num_objects[:, 0].astype(np.float64)
+    rows = max(1, _CHUNK_NUMBERS // max(len(order), 1))
+
+    def compute(start: int) -> Floats:
+        part = slice(start, start + rows)
+        return _class_precision(weights[part][:, images], *flags, num_objects[part])
+
+    with ThreadPoolExecutor() as pool:  # numpy lets other threads run
+        precision = np.concatenate(list(pool.map(compute, range(0, len(weights), rows))))
+    return np.where(num_objects[:, :, None] > 0, precision, np.nan)
 
 
 def _class_precision(
