@@ -6,7 +6,6 @@ pipeline's, that of T5 knows single letters.
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+CHANNELS = 16  # of latents
 WIDTH = 16  # of T5 and of the transformers' heads
 CLIP = {
     "vocab_size": 255,
@@ -28,7 +28,6 @@ CLIP = {
     "pad_token_id": 1,
 }
 TRANSFORMER = {
-    "num_layers": 1,
     "attention_head_dim": WIDTH,
     "num_attention_heads": 2,
     "joint_attention_dim": 2 * WIDTH,
@@ -43,7 +42,8 @@ def write_tiny_flux(folder: Path, *, seed: int = 0, guidance_embeds: bool = True
     torch.manual_seed(seed)
     transformer = diffusers.FluxTransformer2DModel(
         **TRANSFORMER,
-        in_channels=16,
+        num_layers=1,
+        in_channels=4 * CHANNELS,
         num_single_layers=1,
         pooled_projection_dim=16,
         guidance_embeds=guidance_embeds,
@@ -77,9 +77,12 @@ def write_tiny_sd3(folder: Path, *, seed: int = 0, has_t5: bool = True, size: in
     torch.manual_seed(seed)
     transformer = diffusers.SD3Transformer2DModel(
         **TRANSFORMER,
+        num_layers=2,
         sample_size=size,
-        in_channels=4,
-        out_channels=4,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
         caption_projection_dim=2 * WIDTH,
         pooled_projection_dim=32,
         pos_embed_max_size=size,
@@ -101,10 +104,18 @@ def write_tiny_sd3(folder: Path, *, seed: int = 0, has_t5: bool = True, size: in
 
 
 def _build_vae() -> Any:
-    from tests.fakes.tiny_vae import build_vae
+    import diffusers
 
-    return build_vae(
-        channels=(8, 16), scaling_factor=0.4, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16),
+        latent_channels=CHANNELS,
+        norm_num_groups=4,
+        scaling_factor=0.4,
+        shift_factor=0.1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
     )
 
 
@@ -130,8 +141,3 @@ def _save(pipe: Any, folder: Path) -> Path:
             parameter.add_(0.05 * torch.randn(parameter.shape))
     pipe.save_pretrained(folder, safe_serialization=True)
     return folder
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads((folder / "model_index.json").read_text())
-    return index

@@ -58,6 +58,12 @@ def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
 
 def _check_guidance(product: ImagesProduct, name: str, folder: Path) -> None:
     denoiser, kind = read_denoiser(folder), read_index(folder)["_class_name"]
+    for key in product.gate.tolerances:
+        if denoiser.guidance == "input" and key.endswith("/guided_std_ratio"):
+            raise SettingsError(
+                f"{product.locate('gate.tolerances')}.{key}: expected no tolerance of it, as {folder} is a {kind}, "
+                "which makes no prediction without guidance to compare with; remove it"
+            )
     takes_guidance = denoiser.takes_guidance(read_part_config(folder, denoiser.part))
     for where, guidance in _list_guidance(product, name):
         if guidance.rescale and denoiser.guidance != "rescaled":

@@ -26,6 +26,7 @@ class Denoiser:
     scheduler: str | None = None  # the only one; None: any that fits a U-Net
     # a second pass without the prompt guides, and is rescaled to the first; or guides alone; or guidance is an input
     guidance: Literal["rescaled", "plain", "input"] = "rescaled"
+    scale: float = 5.0  # of guidance that a new product starts with, where there is any
     t5: str = "none"  # its text encoder and tokenizer that read longer prompts than CLIP does end so
     max_tokens: int = 0  # of a prompt, that these read
 
@@ -63,6 +64,7 @@ DENOISERS = {
         shifts_latents=True,
         scheduler=_FLOW,
         guidance="input",
+        scale=3.5,
         t5="2",
         max_tokens=512,
     ),
