@@ -20,7 +20,7 @@ from pipeline.products.images.settings import (
 
 
 def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
-    """Refuse a step that names another part than a candidate's pipeline has, and guidance that it does not know.
+    """Refuse a pipeline of another class than the reference's, a step for another part, and guidance that it ignores.
 
     Args:
         product: settings.
@@ -33,6 +33,11 @@ def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
     candidate = product.candidates[name]
     folder = root / candidate.checkpoint
     kind, part = read_index(folder)["_class_name"], read_denoiser(folder).part
+    if kind != (wanted := read_index(root / product.candidates[product.reference].checkpoint)["_class_name"]):
+        raise SettingsError(
+            f"candidates.{name}.checkpoint: expected a {wanted}, as the reference is, whose decoder judges the same "
+            f"latents, got a {kind}; give it a product of its own"
+        )
     for i, step in enumerate(candidate.steps):
         where = f"candidates.{name}.steps.{i}"
         if isinstance(step, UnetPrecisionStep | TransformerPrecisionStep) and step.part != part:

@@ -29,7 +29,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Read model_index.json: the pipeline's class and its components, name -> [library, class], without absent ones.
 
     Raises:
-        CheckpointError: no folder, no index, or a component that a guided latent diffusion pipeline needs is absent.
+        CheckpointError: no folder, no index, or another class, or a component that its class needs is absent.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a pipeline folder, found none; correct the path or make it")

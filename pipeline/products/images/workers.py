@@ -130,8 +130,8 @@ def _load(setup: RenderSetup) -> Loaded:
         torch.cuda.set_device(gpu)
     with explain_gpu_failure(
         f"{setup.candidate.name}: its pipeline beside a float32 decoder and CLIP",
-        remedy="set its unet_precision or transformer_precision to 16 bits, or lower resources.num_workers of its "
-        "product",
+        remedy="set its unet_precision or transformer_precision to 16 bits (the reference is float32 alone), or lower "
+        "resources.num_workers of its product",
     ):
         loaded = _load_all(setup)
     _check_files(setup)  # after they were read: what is digested is what runs

@@ -22,7 +22,7 @@ from pipeline.products.images.denoisers import DENOISERS, find_denoiser
 from pipeline.products.images.folders import list_absent, open_pipeline, read_part, read_shape
 from pipeline.products.images.linear_layers import list_stored_matrices
 from pipeline.products.images.rendering import Prompt, count_cut_tokens, decode_latents, load_pipeline, make_latents
-from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.images.settings import ImagesProduct, find_image_problems
 from pipeline.products.images.start import start_images
 from pipeline.products.params import load_params
 from pipeline.records.serving import PipelineServing
@@ -256,6 +256,15 @@ def test_a_setting_that_a_pipeline_would_ignore_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_pipelines_of_two_classes_are_not_compared(folders: dict[str, Path]) -> None:
+    """Their latents have as many channels, and mean other pictures."""
+    product = make_product(folders["sd3"], [])
+    other = product.candidates["changed"].model_copy(update={"checkpoint": str(folders["flux"])})
+    product = product.model_copy(update={"candidates": product.candidates | {"changed": other}})
+    with pytest.raises(SettingsError, match="candidates.changed.checkpoint: expected a StableDiffusion3Pipeline, as"):
+        check_denoiser(product, "changed", ROOT)
+
+
 def test_a_ratio_that_flux_does_not_have_is_not_gated(folders: dict[str, Path]) -> None:
     """It would be 1 whatever is drawn, and pass."""
     for name in ("sd3", "flux"):
@@ -281,8 +290,6 @@ def test_a_step_of_a_transformer_is_refused_of_a_unet() -> None:
 def test_a_format_beside_quantize_is_refused(folders: dict[str, Path]) -> None:
     precision = {"kind": "transformer_precision", "dtype": "bfloat16"}
     product = make_product(folders["flux"], [{"kind": "quantize", "part": "transformer", "scheme": INT8}, precision])
-    from pipeline.products.images.settings import find_image_problems
-
     assert any(".1: expected no transformer_precision beside quantize" in said for said in find_image_problems(product))
 
 
