@@ -63,12 +63,15 @@ def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
 
 def _check_guidance(product: ImagesProduct, name: str, folder: Path) -> None:
     denoiser, kind = read_denoiser(folder), read_index(folder)["_class_name"]
-    for key in product.gate.tolerances:
+    limited = [("tolerances", key) for key in product.gate.tolerances]
+    limited += [("tripwires", key) for key in product.gate.tripwires]
+    for section, key in limited:
         if denoiser.guidance == "input" and key.endswith("/guided_std_ratio"):
             raise SettingsError(
-                f"{product.locate('gate.tolerances')}.{key}: expected no tolerance of it, as {folder} is a {kind}, "
-                "which makes no prediction without guidance to compare with; remove it"
+                f"{product.locate('gate')}.{section}.{key}: expected no limit of it, as {folder} is a {kind}, whose "
+                "prediction is guided already; remove it"
             )
+    config = folder / denoiser.part / "config.json"
     takes_guidance = denoiser.takes_guidance(read_part_config(folder, denoiser.part))
     for where, guidance in _list_guidance(product, name):
         if guidance.rescale and denoiser.guidance != "rescaled":
@@ -78,8 +81,8 @@ def _check_guidance(product: ImagesProduct, name: str, folder: Path) -> None:
             )
         if guidance.scale != 1 and not takes_guidance:
             raise SettingsError(
-                f"{where}.scale: expected 1, which is no guidance, as {folder / denoiser.part} has none of its "
-                f"guidance_embeds, got {guidance.scale:g}; set it to 1"
+                f"{where}.scale: expected 1, which is no guidance, as {config} has no true guidance_embeds, got "
+                f"{guidance.scale:g}; set it to 1"
             )
 
 

@@ -27,12 +27,12 @@ class Denoiser:
     # a second pass without the prompt guides, and is rescaled to the first; or guides alone; or guidance is an input
     guidance: Literal["rescaled", "plain", "input"] = "rescaled"
     scale: float = 5.0  # of guidance that a new product starts with, where there is any
-    t5: str = "none"  # its text encoder and tokenizer that read longer prompts than CLIP does end so
-    max_tokens: int = 0  # of a prompt, that these read
+    t5: tuple[str, str] | None = None  # its text encoder and tokenizer that read longer prompts than CLIP does
+    max_tokens: int | None = None  # of a prompt, that these read
 
     def list_needed(self, parts: Collection[str]) -> tuple[str, ...]:
-        """Name the components that must be there, beside those that are: a T5 that may be absent has a tokenizer."""
-        return self.needed + ((f"tokenizer_{self.t5}",) if f"text_encoder_{self.t5}" in parts else ())
+        """Name the components that must be there, beside those that are: beside a T5 its tokenizer."""
+        return self.needed + (self.t5 if self.t5 and self.t5[0] in parts else ())
 
     def count_channels(self, in_channels: int) -> int:
         """Return the channels of latents that the denoiser takes."""
@@ -65,7 +65,7 @@ DENOISERS = {
         scheduler=_FLOW,
         guidance="input",
         scale=3.5,
-        t5="2",
+        t5=("text_encoder_2", "tokenizer_2"),
         max_tokens=512,
     ),
     "StableDiffusion3Pipeline": Denoiser(
@@ -74,7 +74,7 @@ DENOISERS = {
         shifts_latents=True,
         scheduler=_FLOW,
         guidance="plain",
-        t5="3",
+        t5=("text_encoder_3", "tokenizer_3"),
         max_tokens=256,
     ),
 }

@@ -280,8 +280,8 @@ def count_cut_tokens(pipe: Any, prompt: str) -> int:
     Beside a T5, which reads all that it can hold, what a CLIP cuts is not lost.
     """
     denoiser, _ = find_denoiser(pipe)
-    if getattr(pipe, f"text_encoder_{denoiser.t5}", None) is not None:
-        return max(0, len(getattr(pipe, f"tokenizer_{denoiser.t5}")(prompt).input_ids) - denoiser.max_tokens)
+    if denoiser.t5 and denoiser.max_tokens and getattr(pipe, denoiser.t5[0]) is not None:
+        return max(0, len(getattr(pipe, denoiser.t5[1])(prompt).input_ids) - denoiser.max_tokens)
     tokenizers = [t for t in (getattr(pipe, "tokenizer", None), getattr(pipe, "tokenizer_2", None)) if t is not None]
     return max([0, *(len(t(prompt).input_ids) - int(t.model_max_length) for t in tokenizers)])
 

@@ -94,7 +94,7 @@ def test_what_is_said_of_a_pipeline_is_what_diffusers_does(name: str) -> None:
     assert options["max_sequence_length"].default == denoiser.max_tokens
     assert ("guidance_rescale" in options) == (denoiser.guidance == "rescaled")
     components = inspect.signature(pipeline.__init__).parameters
-    assert set(denoiser.needed) <= components.keys() >= {f"text_encoder_{denoiser.t5}", f"tokenizer_{denoiser.t5}"}
+    assert denoiser.t5 and {*denoiser.needed, *denoiser.t5} <= components.keys()
     assert components["scheduler"].annotation.__name__ == denoiser.scheduler
 
 
@@ -240,7 +240,7 @@ INT8 = "Int8WeightOnlyConfig"
             "schnell",
             [],
             {"scale": 3.5},
-            "products.shop.serving.guidance.scale: expected 1, which is no guidance, as .* has none of its "
+            "products.shop.serving.guidance.scale: expected 1, which is no guidance, as .*config.json has no true "
             "guidance_embeds, got 3.5",
         ),
         ("schnell", [{"kind": "guidance", "scale": 2}], {}, f"{AT}.scale: expected 1, which is no guidance"),
@@ -267,15 +267,18 @@ def test_pipelines_of_two_classes_are_not_compared(folders: dict[str, Path]) -> 
 
 def test_a_ratio_that_flux_does_not_have_is_not_gated(folders: dict[str, Path]) -> None:
     """It would be 1 whatever is drawn, and pass."""
-    for name in ("sd3", "flux"):
-        product = make_product(folders[name], [])
-        gate = product.gate.model_dump()
-        gate["tolerances"] |= {"shots/guided_std_ratio": {"overall": 0.1}}
-        product = ImagesProduct.model_validate(product.model_dump() | {"gate": gate})
-        if name == "sd3":
-            check_denoiser(product, "plain", ROOT)
-    with pytest.raises(SettingsError, match="products.shop.gate.tolerances.shots/guided_std_ratio: expected no tol"):
-        check_denoiser(product, "plain", ROOT)
+    for section, limit in (("tolerances", {"overall": 0.1}), ("tripwires", 0.1)):
+        products = {}
+        for name in ("sd3", "flux"):
+            product = make_product(folders[name], [])
+            gate = product.gate.model_dump()
+            gate[section] |= {"shots/guided_std_ratio": limit}
+            products[name] = ImagesProduct.model_validate(product.model_dump() | {"gate": gate})
+        check_denoiser(products["sd3"], "plain", ROOT)
+        with pytest.raises(
+            SettingsError, match=f"products.shop.gate.{section}.shots/guided_std_ratio: expected no lim"
+        ):
+            check_denoiser(products["flux"], "plain", ROOT)
 
 
 def test_a_step_of_a_transformer_is_refused_of_a_unet() -> None:
