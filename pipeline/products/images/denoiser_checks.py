@@ -30,15 +30,21 @@ def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
     Raises:
         SettingsError: with the path of the key, what was expected and what there is.
     """
-    candidate = product.candidates[name]
-    folder = root / candidate.checkpoint
-    kind, part = read_index(folder)["_class_name"], read_denoiser(folder).part
+    folder = root / product.candidates[name].checkpoint
+    kind = read_index(folder)["_class_name"]
     if kind != (wanted := read_index(root / product.candidates[product.reference].checkpoint)["_class_name"]):
         raise SettingsError(
             f"candidates.{name}.checkpoint: expected a {wanted}, as the reference is, whose decoder judges the same "
             f"latents, got a {kind}; give it a product of its own"
         )
-    for i, step in enumerate(candidate.steps):
+    _check_steps(product, name, folder)
+    _check_limits(product, folder)
+    _check_guidance(product, name, folder)
+
+
+def _check_steps(product: ImagesProduct, name: str, folder: Path) -> None:
+    kind, part = read_index(folder)["_class_name"], read_denoiser(folder).part
+    for i, step in enumerate(product.candidates[name].steps):
         where = f"candidates.{name}.steps.{i}"
         if isinstance(step, UnetPrecisionStep | TransformerPrecisionStep) and step.part != part:
             raise SettingsError(
@@ -58,19 +64,22 @@ def check_denoiser(product: ImagesProduct, name: str, root: Path) -> None:
                 check_thresholding(folder / SCHEDULER_CONFIG)
             except SettingsError as error:
                 raise SettingsError(f"{where}.{error}") from None
-    _check_guidance(product, name, folder)
+
+
+def _check_limits(product: ImagesProduct, folder: Path) -> None:
+    """Refuse a limit of what would be 1 whatever is drawn: without a second pass nothing widens a prediction."""
+    limited = [("tolerances", key) for key in product.gate.tolerances]
+    limited += [("tripwires", key) for key in product.gate.tripwires]
+    for section, key in limited:
+        if read_denoiser(folder).guidance == "input" and key.endswith("/guided_std_ratio"):
+            raise SettingsError(
+                f"{product.locate('gate')}.{section}.{key}: expected no limit of it, as {folder} is a "
+                f"{read_index(folder)['_class_name']}, whose prediction is guided already; remove it"
+            )
 
 
 def _check_guidance(product: ImagesProduct, name: str, folder: Path) -> None:
     denoiser, kind = read_denoiser(folder), read_index(folder)["_class_name"]
-    limited = [("tolerances", key) for key in product.gate.tolerances]
-    limited += [("tripwires", key) for key in product.gate.tripwires]
-    for section, key in limited:
-        if denoiser.guidance == "input" and key.endswith("/guided_std_ratio"):
-            raise SettingsError(
-                f"{product.locate('gate')}.{section}.{key}: expected no limit of it, as {folder} is a {kind}, whose "
-                "prediction is guided already; remove it"
-            )
     config = folder / denoiser.part / "config.json"
     takes_guidance = denoiser.takes_guidance(read_part_config(folder, denoiser.part))
     for where, guidance in _list_guidance(product, name):

@@ -90,19 +90,21 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
 def _check_flow(folder: Path, scheduler: Mapping[str, Any]) -> None:
     """Refuse what a pipeline that denoises along a flow can't be run with, or not by its seeds alone."""
     index, denoiser = read_index(folder), read_denoiser(folder)
+    if denoiser.scheduler is None:
+        return
     kind = index["_class_name"]
-    if (name := index["scheduler"][1]) != (denoiser.scheduler or name):
+    if (name := index["scheduler"][1]) != denoiser.scheduler:
         raise CheckpointError(
-            f"{folder / INDEX_FILE}: scheduler: expected {denoiser.scheduler}, with which a {kind} was "
-            f"run, got {name!r}; others are not supported"
+            f"{folder / INDEX_FILE}: scheduler: expected {denoiser.scheduler}, with which a {kind} is run, got {name!r}; "
+            "others are not supported"
         )
-    if denoiser.scheduler and scheduler.get("stochastic_sampling"):
+    if scheduler.get("stochastic_sampling"):
         raise CheckpointError(
             f"{folder / SCHEDULER_CONFIG}: stochastic_sampling: expected false, as each step would draw noise that no "
             "seed decides, got true; set it to false"
         )
     shift = read_part_config(folder, "vae").get("shift_factor")
-    if denoiser.shifts_latents and not isinstance(shift, int | float):
+    if not isinstance(shift, int | float):
         raise CheckpointError(
             f"{folder / 'vae/config.json'}: shift_factor: expected a number, as a {kind} decodes by it, got {shift!r}; "
             "save the pipeline again"

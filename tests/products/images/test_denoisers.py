@@ -166,7 +166,7 @@ BESIDE = "; save the pipeline again with all of its components"
         (
             "flux",
             rewrite("model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"]),
-            "scheduler: expected FlowMatchEulerDiscreteScheduler, with which a FluxPipeline was run, got 'EulerDisc",
+            "scheduler: expected FlowMatchEulerDiscreteScheduler, with which a FluxPipeline is run, got 'EulerDisc",
         ),
         (
             "sd3",
