@@ -95,8 +95,8 @@ def _check_flow(folder: Path, scheduler: Mapping[str, Any]) -> None:
     kind = index["_class_name"]
     if (name := index["scheduler"][1]) != denoiser.scheduler:
         raise CheckpointError(
-            f"{folder / INDEX_FILE}: scheduler: expected {denoiser.scheduler}, with which a {kind} is run, got {name!r}; "
-            "others are not supported"
+            f"{folder / INDEX_FILE}: scheduler: expected {denoiser.scheduler}, with which a {kind} is run, got "
+            f"{name!r}; others are not supported"
         )
     if scheduler.get("stochastic_sampling"):
         raise CheckpointError(
