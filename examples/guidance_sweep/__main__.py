@@ -27,6 +27,7 @@ from examples.guidance_sweep.settings import list_settings, make_sweep_product
 from examples.guidance_sweep.table import format_pareto, format_verdicts, render_sweep, render_table
 from pipeline.errors import SettingsError
 from pipeline.gate.wording import use_metrics
+from pipeline.products.images.denoiser_checks import check_denoiser
 from pipeline.products.images.preflight import check_images
 from pipeline.products.images.settings import SAMPLE_MAX, ImagesProduct
 from pipeline.products.params import choose_product, load_params
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> int:
     check_images(images, Path())
     build = images.build / "sweep" / ("all" if options.prompts is None else str(options.prompts))
     product = _make_product(options, images, build)
+    for name in product.candidates:
+        check_denoiser(product, name, Path())
     try:
         rendered = render_settings(product, root=Path(), build=build, say=_say)
     except KeyboardInterrupt:

@@ -116,7 +116,7 @@ class PipelineServing(Record):
     """How a diffusers pipeline is run; everything here can change an image or its speed."""
 
     engine: Literal["diffusers"] = "diffusers"
-    unet_dtype: str = "float32"
+    unet_dtype: str = "float32"  # of the U-Net or transformer, and the text encoders
     vae_dtype: str = "float32"
     channels_last: tuple[str, ...] = ()  # parts in that memory format
     num_inference_steps: int
@@ -138,7 +138,7 @@ class PipelineServing(Record):
     def summary(self) -> str:
         """The most important settings in a few words."""
         guidance = f"guidance {self.guidance_scale:g} rescale {self.guidance_rescale:g}"
-        parts = [f"{self.engine} U-Net {self.unet_dtype} VAE {self.vae_dtype}", guidance]
+        parts = [f"{self.engine} denoiser {self.unet_dtype} VAE {self.vae_dtype}", guidance]
         parts += [f"channels-last {' and '.join(self.channels_last)}"] if self.channels_last else []
         parts += [f"tiles of {self.tiling.tile} {self.tiling.window}"] if self.tiling else []
         parts += ["dynamic thresholding"] if self.scheduler.get("thresholding") else []

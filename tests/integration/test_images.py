@@ -671,8 +671,9 @@ def rewrite(path: str, **changes: Any) -> Damage:
             rewrite("model_index.json", vae=None), "expected a component 'vae', found", id="component-unnamed"
         ),
         pytest.param(
-            rewrite("model_index.json", _class_name="FluxPipeline"),
-            "_class_name: expected a pipeline from text to an image with a U-Net",
+            rewrite("model_index.json", _class_name="PixArtSigmaPipeline"),
+            "_class_name: expected a pipeline from text to an image, StableDiffusionPipeline, "
+            "StableDiffusionXLPipeline, FluxPipeline, StableDiffusion3Pipeline, got 'PixArtSigmaPipeline'",
             id="another-kind",
         ),
         pytest.param(

@@ -29,6 +29,7 @@ from pipeline.settings.yaml_blocks import add_entry, remove_entries
 from pipeline.settings.yaml_files import read_yaml
 from tests.fakes.hollow_llama import SHAPES, write_hollow_llama
 from tests.fakes.tiny_architectures import write_tiny_model
+from tests.fakes.tiny_transformers import write_tiny_flux
 from tests.paths import ROOT
 
 FILES = ("params.yaml", "pyproject.toml", "dvc.lock", "dvc.yaml")
@@ -71,6 +72,12 @@ def drop_template(root: Path) -> str:
     return "models/base"
 
 
+def write_schnell(root: Path) -> str:
+    """Write a pipeline that takes no guidance."""
+    write_tiny_flux(root / "models/schnell", guidance_embeds=False)
+    return "models/schnell"
+
+
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "options", "evals"),
     [
@@ -79,8 +86,9 @@ def drop_template(root: Path) -> str:
         ("vision", "models/upscaler", UPSCALER, {"pictures": "upscaling"}),
         ("vision", "models/people", {"task": "detection"}, {"pictures": "detection"}),
         ("images", "models/product-shots", {"clip": "models/product-shots-clip"}, {"prompts": "images"}),
+        ("images", write_schnell, {"clip": "models/product-shots-clip"}, {"prompts": "images"}),
     ],
-    ids=["chat", "base", "upscaler", "detector", "images"],
+    ids=["chat", "base", "upscaler", "detector", "images", "images-flux"],
 )
 def test_what_a_kind_starts_with_is_taken_by_all_checks(
     project: Path,

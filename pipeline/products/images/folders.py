@@ -6,21 +6,20 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.images.schedulers import check_scheduler
+from pipeline.products.images.denoisers import DENOISERS, Denoiser
+from pipeline.products.images.schedulers import SCHEDULER_CONFIG, check_scheduler
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.weight_files import TensorInfo, read_header, read_shards
 from pipeline.running.weight_folders import build_checkpoint, read_config_file
 
 INDEX_FILE = "model_index.json"
 FORMAT = "diffusers"
-PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-_NEEDED = ("unet", "vae", "scheduler")
 _WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 _WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -30,25 +29,36 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Read model_index.json: the pipeline's class and its components, name -> [library, class], without absent ones.
 
     Raises:
-        CheckpointError: no folder, no index, or a component that a guided latent diffusion pipeline needs is absent.
+        CheckpointError: no folder, no index, or another class, or a component that its class needs is absent.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a pipeline folder, found none; correct the path or make it")
     path = folder / INDEX_FILE
     index = _read_json(path, "a diffusers pipeline folder's index")
-    if (name := index.get("_class_name")) not in PIPELINES:
+    if (kind := index.get("_class_name")) not in DENOISERS:
         raise CheckpointError(
-            f"{path}: _class_name: expected a pipeline from text to an image with a U-Net, "
-            f"{' or '.join(PIPELINES)}, got {name!r}; others are not supported"
+            f"{path}: _class_name: expected a pipeline from text to an image, {', '.join(DENOISERS)}, got {kind!r}; "
+            "others are not supported"
         )
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
-    for name in _NEEDED:
+    for name in DENOISERS[kind].list_needed(parts):
         if name not in parts:
             raise CheckpointError(
                 f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save "
                 "the pipeline again with all of its components"
             )
-    return {"_class_name": index.get("_class_name"), **parts}
+    return {"_class_name": kind, **parts}
+
+
+def read_denoiser(folder: Path) -> Denoiser:
+    """Return how diffusers runs what denoises in a pipeline folder."""
+    return DENOISERS[read_index(folder)["_class_name"]]
+
+
+def list_absent(folder: Path) -> list[str]:
+    """Name the components that a pipeline's index holds a place for, and has not."""
+    index = _read_json(folder / INDEX_FILE, "a diffusers pipeline folder's index")
+    return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is None]
 
 
 def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
@@ -68,11 +78,37 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
                 f"{part}: expected the component that {folder / INDEX_FILE} names, found no folder; copy it again"
             )
         if not name.startswith(_WITHOUT_WEIGHTS):
-            _read_json(part / "config.json", f"the config of component {name!r}")
+            read_part_config(folder, name)
             tensors[name] = read_part(part)
-    path = folder / "scheduler" / "scheduler_config.json"
-    check_scheduler(path, _read_json(path, "the scheduler's config"))
+    path = folder / SCHEDULER_CONFIG
+    scheduler = _read_json(path, "the scheduler's config")
+    check_scheduler(path, scheduler)
+    _check_flow(folder, scheduler)
     return tensors
+
+
+def _check_flow(folder: Path, scheduler: Mapping[str, Any]) -> None:
+    """Refuse what a pipeline that denoises along a flow can't be run with, or not by its seeds alone."""
+    index, denoiser = read_index(folder), read_denoiser(folder)
+    if denoiser.scheduler is None:
+        return
+    kind = index["_class_name"]
+    if (name := index["scheduler"][1]) != denoiser.scheduler:
+        raise CheckpointError(
+            f"{folder / INDEX_FILE}: scheduler: expected {denoiser.scheduler}, with which a {kind} is run, got "
+            f"{name!r}; others are not supported"
+        )
+    if scheduler.get("stochastic_sampling"):
+        raise CheckpointError(
+            f"{folder / SCHEDULER_CONFIG}: stochastic_sampling: expected false, as each step would draw noise that no "
+            "seed decides, got true; set it to false"
+        )
+    shift = read_part_config(folder, "vae").get("shift_factor")
+    if not isinstance(shift, int | float):
+        raise CheckpointError(
+            f"{folder / 'vae/config.json'}: shift_factor: expected a number, as a {kind} decodes by it, got {shift!r}; "
+            "save the pipeline again"
+        )
 
 
 def list_components(folder: Path) -> list[str]:
@@ -130,18 +166,23 @@ def read_shape(folder: Path) -> ImageShape:
     Raises:
         CheckpointError: the configs don't say it, or the images are not square.
     """
-    unet, vae = (
-        _read_json(folder / part / "config.json", f"the config of component {part!r}") for part in ("unet", "vae")
-    )
-    size, blocks = unet.get("sample_size"), vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    denoiser = read_denoiser(folder)
+    config, vae = (read_part_config(folder, part) for part in (denoiser.part, "vae"))
+    size = denoiser.size or config.get("sample_size")
+    blocks = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     if not isinstance(size, int) or not isinstance(blocks, list):
         raise CheckpointError(
-            f"{folder}: expected a number as unet/config.json's sample_size and a list as "
+            f"{folder}: expected a number as {denoiser.part}/config.json's sample_size and a list as "
             f"vae/config.json's block_out_channels, got {size!r} and {blocks!r}; images that are not "
             "square are not supported"
         )
     factor = 2 ** (len(blocks) - 1)
     return ImageShape(size * factor, int(vae.get("latent_channels", 4)), factor)
+
+
+def read_part_config(folder: Path, part: str) -> dict[str, Any]:
+    """Read config.json of a component of a pipeline folder."""
+    return _read_json(folder / part / "config.json", f"the config of component {part!r}")
 
 
 def iterate_weights(folder: Path, files: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What multiplied the quantised layers of a U-Net while it ran: their weights made floats again, or INT8 numbers.
+"""What multiplied the quantised layers of a denoiser while it ran: their weights made floats again, or INT8 numbers.
 
 Weights alone in 8 bits become floats for each product: no kernel is claimed, and nothing is emulated. Where inputs are
 rounded too, torchao multiplies integers by `aten::_int_mm`, which is oneDNN's on a CPU; where it finds no such kernel

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from pipeline.products.images.denoisers import find_denoiser
 from pipeline.products.images.rendering import Prompt, make_latents, unscale_latents
 from pipeline.records.medians import GAIN_BELOW, MedianInterval, bound_median
 from pipeline.records.serving import PipelineServing
@@ -144,7 +145,7 @@ def _record_arguments(
     pipe: Any, part: Part, prompts: Sequence[Prompt], serving: PipelineServing
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = pipe.unet.register_forward_pre_hook(
+    handle = find_denoiser(pipe)[1].register_forward_pre_hook(
         lambda _module, arguments, named: calls.append((arguments, dict(named))), with_kwargs=True
     )
     try:

@@ -12,6 +12,7 @@ from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import CASES_FILE, PromptCase
 from pipeline.evalsets.checks import check_buckets, check_each_once, check_seams_are_gated, load_kind
+from pipeline.products.images.denoiser_checks import check_denoiser
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_part, read_shape
 from pipeline.products.images.linear_layers import choose_layers, list_stored_matrices
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, QuantizeStep, VaeTilingStep
@@ -53,6 +54,7 @@ def check_images(product: ImagesProduct, root: Path) -> None:
                 f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
                 f"{shape.pixels} from {shape.latent_channels}; they can't be compared"
             )
+        check_denoiser(product, name, root)
         for i, step in enumerate(candidate.steps):
             where = f"candidates.{name}.steps.{i}"
             if isinstance(step, GuidanceStep):

@@ -1,4 +1,4 @@
-"""The step that stores the linear layers of a U-Net in 8 bits, as diffusers does it with torchao.
+"""The step that stores the linear layers of a U-Net or transformer in 8 bits, as diffusers does it with torchao.
 
 diffusers' own `TorchAoConfig` quantises while it loads, and its `save_pretrained` writes what came of it: tensors in
 safetensors, and in config.json the config by which any diffusers loads them. So a candidate is a pipeline folder as

@@ -18,7 +18,8 @@ from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tile_grid import find_stitches
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.products.images.folders import open_pipeline, read_index
+from pipeline.products.images.denoisers import DENOISERS, Denoiser, find_denoiser, read_latent_size
+from pipeline.products.images.folders import list_absent, open_pipeline, read_index
 from pipeline.records.serving import PipelineServing, Tiling
 from pipeline.running.gpu_failures import describe_gpu_failure
 
@@ -61,7 +62,7 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
     dtypes = {"default": getattr(torch, serving.unet_dtype), "vae": getattr(torch, serving.vae_dtype)}
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(
-            folder, dtype=dtypes, use_safetensors=True, local_files_only=True
+            folder, dtype=dtypes, use_safetensors=True, local_files_only=True, **dict.fromkeys(list_absent(folder))
         )
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -70,13 +71,14 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
             f"{reason}; save it again with that version"
         ) from None
     _check_complete(folder, pipe)
-    _follow_pipeline(pipe.vae, pipe)
+    denoiser, module = find_denoiser(pipe)
+    _follow_pipeline(pipe.vae, denoiser)
     if serving.scheduler:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **serving.scheduler)
     pipe.set_progress_bar_config(disable=True)
     for part in serving.channels_last:
         getattr(pipe, part).to(memory_format=torch.channels_last)
-    pipe.unet.eval()
+    module.eval()
     pipe.vae.eval()
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -92,20 +94,21 @@ def load_exact_vae(folder: Path) -> Any:
     index = read_index(folder)
     try:
         vae = getattr(diffusers, index["vae"][1]).from_pretrained(folder / "vae", torch_dtype=torch.float32)
-        pipeline = getattr(diffusers, index["_class_name"])
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder / 'vae'}: expected a VAE that diffusers {diffusers.__version__} loads, got: "
             f"{' '.join(str(error).split())[:300]}; save it again with that version"
         ) from None
-    _follow_pipeline(vae, pipeline)
+    _follow_pipeline(vae, DENOISERS[index["_class_name"]])
     return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _follow_pipeline(vae: Any, pipeline: Any) -> None:
-    """Forget the mean and deviation of latents where the pipeline does not use them: only SDXL's does."""
-    if "XL" not in getattr(pipeline, "__name__", type(pipeline).__name__) and hasattr(vae.config, "latents_mean"):
+def _follow_pipeline(vae: Any, denoiser: Denoiser) -> None:
+    """Forget the mean, deviation and shift of latents where the pipeline does not use them."""
+    if not denoiser.normalizes_latents and hasattr(vae.config, "latents_mean"):
         vae.register_to_config(latents_mean=None, latents_std=None)
+    if not denoiser.shifts_latents and hasattr(vae.config, "shift_factor"):
+        vae.register_to_config(shift_factor=None)
 
 
 def _check_complete(folder: Path, pipe: Any) -> None:
@@ -160,9 +163,11 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             by_image[finite.cpu()] = guided_std_ratio(guided, conditional).cpu()
         ratios.append(by_image)
 
-    handle = pipe.unet.register_forward_hook(watch)
+    denoiser, module = find_denoiser(pipe)
+    latent_size = read_latent_size(pipe)
+    handle = module.register_forward_hook(watch)
     try:
-        size = pipe.unet.config.sample_size * pipe.vae_scale_factor
+        size = latent_size * pipe.vae_scale_factor
         generators = [torch.Generator("cpu").manual_seed(p.seed) for p in prompts]
         values = pipe(
             prompt=[p.text for p in prompts],
@@ -170,9 +175,9 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             width=size,
             num_inference_steps=serving.num_inference_steps,
             guidance_scale=guidance["scale"],
-            guidance_rescale=guidance["rescale"],
+            **denoiser.build_options(guidance),
             generator=generators,
-            latents=_draw_noise(pipe.unet, generators),
+            latents=_pack(_draw_noise(pipe, generators), denoiser.packed),
             output_type="latent",
         ).images
     except (ValueError, TypeError, RuntimeError, AttributeError, AssertionError) as error:
@@ -184,13 +189,30 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
         ) from None
     finally:
         handle.remove()
+    values = _unpack(values, denoiser.packed, latent_size)
     return Latents(values.float().contiguous(), ratios)  # a U-Net in channels-last may leave them so
 
 
-def _draw_noise(unet: Any, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Return the noise that diffusers would draw of these generators in float32, in the U-Net's number format."""
-    shape = (1, unet.config.in_channels, unet.config.sample_size, unet.config.sample_size)
-    return torch.cat([torch.randn(shape, generator=generator) for generator in generators]).to(unet.dtype)
+def _draw_noise(pipe: Any, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Return the noise that diffusers would draw of these generators in float32, in the denoiser's number format."""
+    denoiser, module = find_denoiser(pipe)
+    size = read_latent_size(pipe)
+    shape = (1, denoiser.count_channels(module.config.in_channels), size, size)
+    return torch.cat([torch.randn(shape, generator=generator) for generator in generators]).to(module.dtype)
+
+
+def _pack(latents: torch.Tensor, side: int) -> torch.Tensor:
+    """Make a token of each square of latents, (n, tokens, channels times its pixels); 1 leaves them as they are."""
+    if side == 1:
+        return latents
+    return torch.pixel_unshuffle(latents, side).flatten(2).transpose(1, 2).contiguous()
+
+
+def _unpack(tokens: torch.Tensor, side: int, size: int) -> torch.Tensor:
+    """Make latents of tokens again, (n, channels, size, size)."""
+    if side == 1:
+        return tokens
+    return torch.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (size // side, -1)), side)
 
 
 @torch.inference_mode()
@@ -244,6 +266,8 @@ def _place(vae: Any, tiling: Tiling) -> tuple[int, int, int]:
 def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Return latents on the scale that the decoder takes."""
     mean, std = (getattr(vae.config, f"latents_{name}", None) for name in ("mean", "std"))
+    if (shift := getattr(vae.config, "shift_factor", None)) is not None:
+        return latents / vae.config.scaling_factor + shift
     if mean is None or std is None:
         return latents / vae.config.scaling_factor
     mean, std = (torch.tensor(values, device=latents.device).view(1, -1, 1, 1) for values in (mean, std))
@@ -251,7 +275,13 @@ def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def count_cut_tokens(pipe: Any, prompt: str) -> int:
-    """Return how many of a prompt's tokens the pipeline cuts off, by its tokenizer with the least room."""
+    """Return how many of a prompt's tokens the pipeline cuts off: its T5, or its CLIP with the least room.
+
+    Beside a T5, which reads all that it can hold, what a CLIP cuts is not lost.
+    """
+    denoiser, _ = find_denoiser(pipe)
+    if denoiser.t5 and denoiser.max_tokens and getattr(pipe, denoiser.t5[0]) is not None:
+        return max(0, len(getattr(pipe, denoiser.t5[1])(prompt).input_ids) - denoiser.max_tokens)
     tokenizers = [t for t in (getattr(pipe, "tokenizer", None), getattr(pipe, "tokenizer_2", None)) if t is not None]
     return max([0, *(len(t(prompt).input_ids) - int(t.model_max_length) for t in tokenizers)])
 

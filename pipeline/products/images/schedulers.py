@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, suggest
+from pipeline.errors import CheckpointError, SettingsError, suggest
+
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 
 
 def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
@@ -35,6 +38,26 @@ def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
                 f"{path}: {option}: expected an option of {name}, which would ignore this one; "
                 f"{suggest(option, options) or 'remove it'}"
             )
+
+
+def check_thresholding(path: Path) -> None:
+    """Refuse a scheduler that knows no dynamic thresholding.
+
+    Args:
+        path: of its config.
+
+    Raises:
+        SettingsError: names the setting and the scheduler.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = config.get("_class_name")
+    # of a known class its own options: a config keeps those of the class that it was made from
+    if "dynamic_thresholding_ratio" not in (read_options(str(name)) or config):
+        raise SettingsError(
+            f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
+            f"DPM-Solver++, UniPC), got {name}; remove it or change the "
+            "pipeline's scheduler"
+        )
 
 
 def read_options(name: str) -> frozenset[str] | None:

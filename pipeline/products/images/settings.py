@@ -48,7 +48,16 @@ class VaePrecisionStep(PipelineStep):
 class UnetPrecisionStep(PipelineStep):
     """The number format of the U-Net and the text encoders."""
 
+    part: ClassVar[str] = "unet"
     kind: Literal["unet_precision"]
+    dtype: Dtype
+
+
+class TransformerPrecisionStep(PipelineStep):
+    """The number format of the transformer and the text encoders, in a pipeline that denoises by one."""
+
+    part: ClassVar[str] = "transformer"
+    kind: Literal["transformer_precision"]
     dtype: Dtype
 
 
@@ -68,9 +77,9 @@ class QuantizeStep(PipelineStep):
 
     rewrites_weights = True
     kind: Literal["quantize"]
-    part: Literal["unet"] = "unet"  # diffusers quantises parts of its own; a pipeline with a transformer is refused
+    part: Literal["unet", "transformer"] = "unet"  # whichever the pipeline has; diffusers quantises parts of its own
     scheme: QuantizeScheme
-    dtype: Dtype = "float32"  # of everything else of the part, and of the text encoders, as `unet_precision` says it
+    dtype: Dtype = "float32"  # of everything else of the part, and of the text encoders, as a step of precision says it
     exclude: list[Annotated[str, Field(min_length=1)]] = []  # linear layers that stay float: exact, or "re:<regex>"
 
     @property
@@ -124,6 +133,7 @@ class VaeTilingStep(PipelineStep):
 ImageStep = Annotated[
     VaePrecisionStep
     | UnetPrecisionStep
+    | TransformerPrecisionStep
     | VaeRangeFixStep
     | QuantizeStep
     | ChannelsLastStep
@@ -203,10 +213,11 @@ def _step_problems(steps: list[ImageStep]) -> list[str]:
         if step.rewrites_weights and (before := [other for other in steps[:i] if not _may_precede(other, step)])
     ]
     problems += [
-        f"steps.{i}: expected no unet_precision beside quantize, which says by its dtype in which format everything "
+        f"steps.{i}: expected no {step.kind} beside quantize, which says by its dtype in which format everything "
         "else runs; remove it"
         for i, step in enumerate(steps)
-        if isinstance(step, UnetPrecisionStep) and any(isinstance(other, QuantizeStep) for other in steps)
+        if isinstance(step, UnetPrecisionStep | TransformerPrecisionStep)
+        and any(isinstance(other, QuantizeStep) for other in steps)
     ]
     problems += [
         f"steps.{i}.sample_max_value: expected dynamic_threshold_percentile beside it, whose threshold it limits, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import COLOURS, build_evalset
 from pipeline.product import Start
-from pipeline.products.images.folders import open_pipeline
+from pipeline.products.images.folders import open_pipeline, read_denoiser, read_part_config
 
 _SECTION = """\
 {name}:
@@ -20,7 +20,7 @@ _SECTION = """\
   # these settings can change a pixel
   serving:
     num_inference_steps: 20
-    guidance: {{scale: 5}}
+    guidance: {{scale: {scale:g}}}
     batch_size: 1  # prompts together; rounding depends on who shares a batch
     num_threads: 1  # torch threads of each process
   # replace the prompts by your own
@@ -59,6 +59,8 @@ def start_images(name: str, checkpoint: str, root: Path, *, clip: str | None) ->
         QuantgateError: the folder can't be used, or no CLIP was named.
     """
     open_pipeline(root / checkpoint)
+    denoiser = read_denoiser(root / checkpoint)
+    takes_guidance = denoiser.takes_guidance(read_part_config(root / checkpoint, denoiser.part))
     if clip is None:
         raise SettingsError("--clip: expected the folder of the CLIP that judges the pictures, found none; name one")
     folder = Path("evalsets") / f"{name}-prompts"
@@ -72,7 +74,7 @@ def start_images(name: str, checkpoint: str, root: Path, *, clip: str | None) ->
         for i, (colour, thing) in enumerate(product(COLOURS, _THINGS), 1)
     ]
     return Start(
-        _SECTION.format(name=name, folder=folder, clip=clip),
+        _SECTION.format(name=name, folder=folder, clip=clip, scale=denoiser.scale if takes_guidance else 1),
         _CANDIDATES.format(name=name, checkpoint=checkpoint),
         build_evalset(folder, cases, kind="prompts", cluster="a prompt"),
     )

@@ -6,17 +6,16 @@ steps that rewrite weights are `vae_range_fix.py` and `quantize.py`, the one tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.errors import SettingsError
 from pipeline.products.images.channels_last import run_channels_last
 from pipeline.products.images.results import StepResult
-from pipeline.products.images.schedulers import read_options
+from pipeline.products.images.schedulers import SCHEDULER_CONFIG, check_thresholding
 from pipeline.products.images.settings import (
     GuidanceStep,
     QuantizeStep,
+    TransformerPrecisionStep,
     UnetPrecisionStep,
     VaePrecisionStep,
     VaeTilingStep,
@@ -30,8 +29,10 @@ def run_vae_precision(folder: Path, serving: PipelineServing, *, step: VaePrecis
     return StepResult(serving.model_copy(update={"vae_dtype": step.dtype}))
 
 
-def run_unet_precision(folder: Path, serving: PipelineServing, *, step: UnetPrecisionStep) -> StepResult:
-    """Denoise in a number format."""
+def run_denoiser_precision(
+    folder: Path, serving: PipelineServing, *, step: UnetPrecisionStep | TransformerPrecisionStep
+) -> StepResult:
+    """Denoise in a number format; the record's name of it is from when there were U-Nets alone."""
     return StepResult(serving.model_copy(update={"unet_dtype": step.dtype}))
 
 
@@ -43,16 +44,7 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
     """
     options = dict(serving.scheduler)
     if step.dynamic_threshold_percentile is not None:
-        path = folder / "scheduler" / "scheduler_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        name = config.get("_class_name")
-        # of a known class its own options: a config keeps those of the class that it was made from
-        if "dynamic_thresholding_ratio" not in (read_options(str(name)) or config):
-            raise SettingsError(
-                f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
-                f"DPM-Solver++, UniPC), got {name}; remove it or change the "
-                "pipeline's scheduler"
-            )
+        check_thresholding(folder / SCHEDULER_CONFIG)
         options |= {
             "thresholding": True,
             "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
@@ -84,7 +76,8 @@ def run_quantize(folder: Path, serving: PipelineServing, *, step: QuantizeStep) 
 
 STEPS: dict[str, Callable[..., StepResult]] = {
     "vae_precision": run_vae_precision,
-    "unet_precision": run_unet_precision,
+    "unet_precision": run_denoiser_precision,
+    "transformer_precision": run_denoiser_precision,
     "vae_range_fix": run_vae_range_fix,
     "quantize": run_quantize,
     "channels_last": run_channels_last,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import EngineError
 from pipeline.evalsets.cases import PromptCase
+from pipeline.products.images.denoisers import find_denoiser, read_latent_size
 from pipeline.products.images.results import Rendered
 from pipeline.products.images.settings import ImagesEval
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
@@ -69,7 +70,7 @@ def measure_decode_mib(num_images: int) -> float:
     from pipeline.running.timing import measure_peak_bytes
 
     loaded: Loaded = get_loaded()
-    vae, size = loaded.pipe.vae, loaded.pipe.unet.config.sample_size
+    vae, size = loaded.pipe.vae, read_latent_size(loaded.pipe)
     latents = torch.zeros(num_images, vae.config.latent_channels, size, size, device=vae.device)
     with _explain_batch(loaded, num_images):
         made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
@@ -107,7 +108,9 @@ def count_products(batch: Sequence[PromptCase], category: str | None) -> dict[st
     one_step = loaded.candidate.serving.model_copy(update={"num_inference_steps": 1})
     prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
     with _explain_batch(loaded, len(batch)):
-        return kernels.count_products(loaded.pipe.unet, lambda: make_latents(loaded.pipe, prompts, one_step))
+        return kernels.count_products(
+            find_denoiser(loaded.pipe)[1], lambda: make_latents(loaded.pipe, prompts, one_step)
+        )
 
 
 def read_facts() -> dict[str, Any]:
@@ -117,7 +120,7 @@ def read_facts() -> dict[str, Any]:
 
 
 def _load(setup: RenderSetup) -> Loaded:
-    # the U-Net and a decode ask for pieces of other sizes: else a quarter of what is taken lies idle
+    # the denoiser and a decode ask for pieces of other sizes: else a quarter of what is taken lies idle
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
@@ -127,7 +130,8 @@ def _load(setup: RenderSetup) -> Loaded:
         torch.cuda.set_device(gpu)
     with explain_gpu_failure(
         f"{setup.candidate.name}: its pipeline beside a float32 decoder and CLIP",
-        remedy="set its unet_precision to 16 bits, or lower resources.num_workers of its product",
+        remedy="set its unet_precision or transformer_precision to 16 bits (the reference is float32 alone), or lower "
+        "resources.num_workers of its product",
     ):
         loaded = _load_all(setup)
     _check_files(setup)  # after they were read: what is digested is what runs
@@ -142,7 +146,7 @@ def _load_all(setup: RenderSetup) -> Loaded:
 
     candidate, serving = setup.candidate, setup.candidate.serving
     pipe = load_pipeline(setup.root / candidate.checkpoint.path, serving)
-    for key, part in (("unet_dtype", pipe.unet), ("vae_dtype", pipe.vae)):
+    for key, part in (("unet_dtype", find_denoiser(pipe)[1]), ("vae_dtype", pipe.vae)):
         if (dtype := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
             raise EngineError(
                 f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
