@@ -1,6 +1,7 @@
 """The user's own code for a network: a Python file with three functions.
 
-    build(config)                  the contents of config.json -> an untrained torch.nn.Module
+    build(config)                  the contents of config.json -> an untrained torch.nn.Module; where all checkpoints
+                                   are .onnx files it may be left out
     preprocess(pixels)             uint8 (images, rows, columns, 3), RGB -> the module's input, float32
                                    (images, channels, rows, columns)
     postprocess(outputs, config)   what the module returns, on the CPU and with fractions in float32 -> of a detector
@@ -17,17 +18,19 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pipeline.errors import CheckpointError, EngineError
+from pipeline.products.vision.onnx_files import is_onnx
 from pipeline.records.digests import digest_bytes, digest_text
 from pipeline.running.gpu_failures import describe_gpu_failure
 
 FUNCTIONS = ("build", "preprocess", "postprocess")
+_WITHOUT_MODULE = FUNCTIONS[1:]
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,23 @@ class Adapter:
     postprocess: Callable[[Any, dict[str, Any]], Any]
 
 
-def load_adapter(path: Path) -> Adapter:
+def list_functions(*folders: Path) -> tuple[str, ...]:
+    """Return the functions that an adapter of these checkpoints has: no module is built of an .onnx file."""
+    return _WITHOUT_MODULE if all(map(is_onnx, folders)) else FUNCTIONS
+
+
+def load_adapter(path: Path, functions: Sequence[str] = FUNCTIONS) -> Adapter:
     """Run an adapter's file; what is digested is what runs, as no bytecode of another time is read.
+
+    Args:
+        path: of the file.
+        functions: that it must have.
 
     Raises:
         CheckpointError: no file, it can't be imported, or a function is missing.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: expected the adapter, a Python file with {', '.join(FUNCTIONS)}, found none")
+        raise CheckpointError(f"{path}: expected the adapter, a Python file with {', '.join(functions)}, found none")
     source = path.read_bytes()
     module = ModuleType(f"quantgate_adapter_{digest_text(str(path.resolve()))[:12]}")
     module.__file__ = str(path)
@@ -57,14 +69,14 @@ def load_adapter(path: Path) -> Adapter:
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         raise CheckpointError(f"{path}: the adapter can't be imported: {format_adapter_error(error, path)}") from None
-    missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
+    missing = [function for function in functions if not callable(getattr(module, function, None))]
     if missing:
         raise CheckpointError(
-            f"{path}: expected the functions {', '.join(FUNCTIONS)}, found no {missing[0]}; see "
+            f"{path}: expected the functions {', '.join(functions)}, found no {missing[0]}; see "
             "docs of `pipeline/products/vision/adapters.py`"
         )
-    functions = {name: _guard(path, name, getattr(module, name)) for name in FUNCTIONS}
-    return Adapter(path=path, digest=digest_bytes(source), **functions)
+    guarded = {name: _guard(path, name, getattr(module, name, None)) for name in FUNCTIONS}
+    return Adapter(path=path, digest=digest_bytes(source), **guarded)
 
 
 def format_adapter_error(error: BaseException, path: Path) -> str:
@@ -78,7 +90,7 @@ def format_adapter_error(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {text}" + (f" (line {line})" if line else "")
 
 
-def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guard(path: Path, name: str, function: Any) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)

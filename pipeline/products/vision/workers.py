@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.errors import EngineError, NumericsError
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase
 from pipeline.evalsets.pictures import measure_picture, read_picture
-from pipeline.products.vision.adapters import Adapter, load_adapter
+from pipeline.products.vision.adapters import Adapter, list_functions, load_adapter
 from pipeline.products.vision.costs import measure_costs
 from pipeline.products.vision.detecting import Categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.layer_numerics import build_layer_notes, compare_layers
 from pipeline.products.vision.loading import Network, list_tensors, load_network
+from pipeline.products.vision.onnx_module import OnnxModule
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
 from pipeline.products.vision.wholes import digest_wholes, find_wholes, read_whole
@@ -130,7 +131,8 @@ def _load(setup: InferenceSetup) -> _Loaded:
     gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    adapter = load_adapter(setup.root / setup.adapter)
+    functions = list_functions(setup.root / candidate.checkpoint.path, setup.root / setup.source)
+    adapter = load_adapter(setup.root / setup.adapter, functions)
     if adapter.digest != candidate.libraries.get("adapter"):
         raise EngineError(
             f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
@@ -144,7 +146,10 @@ def _load(setup: InferenceSetup) -> _Loaded:
             f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
             f"built of, {changed}; run `dvc repro` to build it again"
         )
-    return _Loaded(setup, adapter, network, candidate.facts | read_machine_facts())
+    facts = candidate.facts | read_machine_facts()
+    if isinstance(network.module, OnnxModule):
+        facts["engine"] = network.module.facts
+    return _Loaded(setup, adapter, network, facts)
 
 
 def read_facts() -> dict[str, Any]:
