@@ -1,7 +1,7 @@
 """Load a network as a serving config says and run pictures through it.
 
 A folder holds config.json and model.safetensors; the adapter builds the module, and every weight must fit. On a
-machine with a GPU it runs there.
+machine with a GPU it runs there. A folder with an .onnx file is run by ONNX Runtime, in a module of its own.
 """
 
 from __future__ import annotations
