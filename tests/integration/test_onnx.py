@@ -14,7 +14,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 
+from evalsets.seal import seal
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.pictures import measure_picture
 from pipeline.products.params import get_product, parse_params
@@ -26,6 +28,7 @@ from pipeline.products.vision.onnx_module import OnnxModule
 from pipeline.products.vision.preflight import check_network
 from pipeline.products.vision.serving import run_plainly
 from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.digests import digest_file
 from pipeline.running import worker_pool
 from pipeline.running.environment import Gpu, read_machine
 from pipeline.settings.yaml_files import parse_yaml
@@ -267,6 +270,44 @@ def test_rows_of_any_number_come_to_the_adapter_by_name(project: Path, here: Non
     assert sum(len(json.loads(record.output)) for record in records) == sum(
         record.scores["objects"] for record in records
     )
+
+
+def test_fixed_sides_serve_pictures_of_any_size(project: Path, here: None) -> None:
+    """The adapter resizes, and scales boxes back: no module of its own is there to do it."""
+    shutil.rmtree(project / "detector/onnx")
+    path = export(project, dynamic_axes={"images": {0: "n"}, "heat": {0: "n"}})
+    assert onnxruntime.InferenceSession(path).get_inputs()[0].shape == ["n", 1, SIDE, SIDE]
+    for picture in (project / "evalsets/squares/images").iterdir():
+        with Image.open(picture) as opened:
+            half = opened.resize((SIDE // 2, SIDE // 2), Image.Resampling.BOX)
+        half.save(picture)
+    halve_cases(project / "evalsets/squares")
+    text = (project / ADAPTER).read_text()
+    text = text.replace(
+        "float().mean(1, keepdim=True)", "float().mean(1, keepdim=True).repeat_interleave(2, 2).repeat_interleave(2, 3)"
+    )
+    text = text.replace("postprocess(outputs, config)", "postprocess(outputs, config, size)")
+    text = text.replace('cell = config["cell"]', 'cell = config["cell"] * size[0] // 32')
+    (project / ADAPTER).write_text(text)
+    product = make_product("onnx")
+    outcome, said = judge(project, product)
+    assert outcome == "pass", said
+    found = evaluate(project, product, "onnx")
+    assert sum(record.scores["found"] for record in found) == sum(record.scores["objects"] for record in found)
+
+
+def halve_cases(folder: Path) -> None:
+    """Halve the boxes of an evalset whose pictures were halved, and seal it."""
+    cases = []
+    for line in (folder / "cases.jsonl").read_text().splitlines():
+        case = json.loads(line)
+        case["sha256"] = digest_file(folder / case["image"])
+        for annotation in case["annotations"]:
+            annotation["bbox"] = [side // 2 for side in annotation["bbox"]]
+            annotation["area"] //= 4
+        cases.append(case)
+    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    seal(folder)
 
 
 def spoil(text: bytes | int) -> Callable[[Path], Any]:

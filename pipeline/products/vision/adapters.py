@@ -9,6 +9,9 @@
                                    height] in pixels, `score` and `category_id`; of an upscaler uint8 (images, rows,
                                    columns, 3)
 
+With a parameter `size`, `postprocess` also gets the rows and columns of the pictures that `preprocess` was given, as an
+.onnx file of fixed sides needs: its boxes are scaled back there.
+
 The file is code of the project that runs it, never of a checkpoint that was downloaded, and weights are never
 unpickled. What goes wrong in it is one line with its file and line; a device without memory is none of its errors. Not
 covered: a change in a file that it imports, which no digest sees.
@@ -16,6 +19,7 @@ covered: a change in a file that it imports, which no digest sees.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,17 +35,19 @@ from pipeline.running.gpu_failures import describe_gpu_failure
 
 FUNCTIONS = ("build", "preprocess", "postprocess")
 _WITHOUT_MODULE = FUNCTIONS[1:]
+_SIZE = "size"  # parameter of postprocess
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The three functions of an adapter, and the digest of its file."""
+    """The three functions of an adapter, whether the last one takes the size of the pictures, and the file's digest."""
 
     path: Path
     digest: str
     build: Callable[[dict[str, Any]], Any]
     preprocess: Callable[[Any], Any]
-    postprocess: Callable[[Any, dict[str, Any]], Any]
+    postprocess: Callable[..., Any]
+    takes_size: bool = False
 
 
 def list_functions(*folders: Path) -> tuple[str, ...]:
@@ -76,7 +82,8 @@ def load_adapter(path: Path, functions: Sequence[str] = FUNCTIONS) -> Adapter:
             "docs of `pipeline/products/vision/adapters.py`"
         )
     guarded = {name: _guard(path, name, getattr(module, name, None)) for name in FUNCTIONS}
-    return Adapter(path=path, digest=digest_bytes(source), **guarded)
+    takes_size = _SIZE in inspect.signature(module.postprocess).parameters
+    return Adapter(path=path, digest=digest_bytes(source), takes_size=takes_size, **guarded)
 
 
 def format_adapter_error(error: BaseException, path: Path) -> str:
@@ -91,9 +98,9 @@ def format_adapter_error(error: BaseException, path: Path) -> str:
 
 
 def _guard(path: Path, name: str, function: Any) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except (Exception, SystemExit) as error:
             # not the adapter's fault; of these two types the pool of workers says what failed
             if isinstance(error, (RuntimeError, MemoryError)) and describe_gpu_failure(error, remedy=""):

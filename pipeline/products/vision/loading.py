@@ -95,9 +95,10 @@ class Network:
                 f"{format_adapter_error(error, self.adapter.path)}"
             ) from None
 
-    def finish(self, outputs: Any) -> Any:
-        """Return the adapter's results from what the module returned."""
-        return self.adapter.postprocess(to_float(outputs), self.config)
+    def finish(self, outputs: Any, size: tuple[int, int]) -> Any:
+        """Return the adapter's results from what the module returned of pictures of so many rows and columns."""
+        more = {"size": size} if self.adapter.takes_size else {}
+        return self.adapter.postprocess(to_float(outputs), self.config, **more)
 
     def _forward(self, x: torch.Tensor) -> Any:
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=self.serving.autocast):

@@ -195,7 +195,7 @@ def _judge_batch(loaded: _Loaded, network: Network, cases: Sequence[PictureCase]
     try:
         outputs = network.run(network.prepare(torch.from_numpy(pixels)))
         finite = find_finite(loaded.adapter, outputs, len(cases))
-        results = _finish(network, outputs, finite)
+        results = _finish(network, outputs, finite, pixels)
     except EngineError as error:  # of code that sees a batch, and no cases
         raise EngineError(f"{error}; the batch began with case {cases[0].id!r}") from None
     if (num := _count(results)) != len(cases):
@@ -236,7 +236,7 @@ def _enlarge_whole(
         return kept
     network = loaded.reference
     outputs = network.run(network.prepare(torch.from_numpy(pixels)))
-    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)))
+    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)), pixels)
     return [None if picture is _UNTAKEN else picture for picture in pictures]
 
 
@@ -249,10 +249,10 @@ def _read_whole(loaded: _Loaded, case: PictureCase) -> torch.Tensor | None:
     return None if pixels is None else torch.from_numpy(pixels)
 
 
-def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
+def _finish(network: Network, outputs: Any, finite: Sequence[bool], pixels: NDArray[np.uint8]) -> Any:
     """Return the adapter's results; `_UNTAKEN` where outputs are not finite and the adapter can't take them."""
     try:
-        return network.finish(outputs)
+        return network.finish(outputs, pixels.shape[1:3])
     except EngineError:
         if all(finite):
             raise
@@ -265,7 +265,7 @@ def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
             outputs,
         )
         try:
-            results.append(network.finish(part)[0])
+            results.append(network.finish(part, pixels.shape[1:3])[0])
         except EngineError:
             if is_finite:
                 raise
