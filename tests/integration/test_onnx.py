@@ -22,18 +22,20 @@ from pipeline.evalsets.pictures import measure_picture
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.vision import VisionKind, preflight, workers
 from pipeline.products.vision.adapters import load_adapter
+from pipeline.products.vision.evaluate import open_replica
 from pipeline.products.vision.loading import load_network
 from pipeline.products.vision.onnx_files import open_session
 from pipeline.products.vision.onnx_module import OnnxModule
 from pipeline.products.vision.preflight import check_network
-from pipeline.products.vision.serving import run_plainly
+from pipeline.products.vision.serving import read_network_candidate, run_plainly
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file
 from pipeline.running import worker_pool
 from pipeline.running.environment import Gpu, read_machine
+from pipeline.running.shards import Shard
 from pipeline.settings.yaml_files import parse_yaml
-from tests.fakes.judging import compare_release, list_said
-from tests.fakes.tiny_networks import CELL, DETECTOR, SIDE, describe_detector, write_project
+from tests.fakes.judging import compare_release, list_said, render_report
+from tests.fakes.tiny_networks import CELL, DETECTOR, NUM_PICTURES, SIDE, describe_detector, write_project
 from tests.fakes.tiny_onnx import FLOAT, FLOAT16, INT64, UINT8, Side, make_node, make_weight, write_model
 from tests.integration.test_networks import Here, build, edit, evaluate, list_results, read_notes, run, say
 
@@ -143,8 +145,22 @@ def test_an_exported_detector_scores_as_its_module_does(project: Path, here: Non
         np.testing.assert_allclose([r["score"] for r in ours], [r["score"] for r in theirs], atol=1e-6)
         assert one.scores == other.scores
     assert {one.fingerprint for one in plain}.isdisjoint(one.fingerprint for one in served)
-    outcome, said = judge(project, product)
-    assert outcome == "pass", said
+    compared = compare_release(product, project / product.build)
+    (verdict,) = compared.judgement.verdicts
+    assert verdict.outcome == "pass", list_said(verdict)
+    assert "| `onnx` | onnxruntime | " in render_report(compared) and "| `squares` | torch | " in render_report(
+        compared
+    )
+
+
+def test_shards_make_the_results_of_one_run(project: Path, here: None) -> None:
+    product, folder = make_product("onnx"), project / "build/detector"
+    run(project, product, "onnx")
+    alone = list_results(project, product, "onnx")
+    with open_replica(read_network_candidate(folder, "onnx", product), product, root=project, build=folder) as replica:
+        assert sum(replica.run(Shard(number, 2)) for number in (1, 2)) == NUM_PICTURES
+    evaluate(project, product, "onnx")
+    assert list_results(project, product, "onnx") == alone
 
 
 def test_the_fingerprint_holds_what_ran_and_how(project: Path, here: None) -> None:
@@ -226,9 +242,9 @@ def test_a_stopped_evaluation_goes_on(project: Path, here: None) -> None:
         evaluate(project, product, "onnx")
     journal = project / product.build / "journal/onnx/squares.jsonl"
     num_done, num_calls = journal.read_text().count("\n"), len(calls.read_text().splitlines())
-    assert 0 < num_done < 40 and num_done % 4 == 0
-    assert len(evaluate(project, product, "onnx")) == 40
-    assert len(calls.read_text().splitlines()) - num_calls == (40 - num_done) // 4
+    assert 0 < num_done < NUM_PICTURES and num_done % 4 == 0
+    assert len(evaluate(project, product, "onnx")) == NUM_PICTURES
+    assert len(calls.read_text().splitlines()) - num_calls == (NUM_PICTURES - num_done) // 4
 
 
 def test_its_time_is_told_beside_the_reference(project: Path, here: None) -> None:
