@@ -35,7 +35,15 @@ from pipeline.running.environment import Gpu, read_machine
 from pipeline.running.shards import Shard
 from pipeline.settings.yaml_files import parse_yaml
 from tests.fakes.judging import compare_release, list_said, render_report
-from tests.fakes.tiny_networks import CELL, DETECTOR, NUM_PICTURES, SIDE, describe_detector, write_project
+from tests.fakes.tiny_networks import (
+    CELL,
+    DETECTOR,
+    NUM_PICTURES,
+    SIDE,
+    describe_detector,
+    describe_upscaler,
+    write_project,
+)
 from tests.fakes.tiny_onnx import FLOAT, FLOAT16, INT64, UINT8, Side, make_node, make_weight, write_model
 from tests.integration.test_networks import Here, build, edit, evaluate, list_results, read_notes, run, say
 
@@ -78,17 +86,25 @@ def make_product(
     return VisionProduct.model_validate(given)
 
 
-def export(root: Path, name: str = "onnx", **options: Any) -> Path:
-    """Write the detector's module as an .onnx file by torch's own exporter, and its config beside it."""
+def export(
+    root: Path,
+    name: str = "onnx",
+    *,
+    checkpoint: str = "detector/squares",
+    adapter: str = ADAPTER,
+    channels: int = 1,
+    **options: Any,
+) -> Path:
+    """Write a module as an .onnx file by torch's own exporter, and its config beside it."""
     path = root / "detector" / name / "model.onnx"
     path.parent.mkdir()
-    shutil.copy(root / "detector/squares/config.json", path.parent)
-    network = load_network(root / "detector/squares", load_adapter(root / ADAPTER), run_plainly(make_product("onnx")))
+    shutil.copy(root / checkpoint / "config.json", path.parent)
+    network = load_network(root / checkpoint, load_adapter(root / adapter), run_plainly(make_product("onnx")))
     axes = {"images": {0: "n", 2: "rows", 3: "columns"}}
     given = {"input_names": ["images"], "output_names": ["heat"], "dynamic_axes": axes, "dynamo": False} | options
     with warnings.catch_warnings():  # the exporter that needs no other package is said to be old
         warnings.simplefilter("ignore")
-        torch.onnx.export(network.module, (torch.zeros(1, 1, SIDE, SIDE),), path, **given)
+        torch.onnx.export(network.module, (torch.zeros(1, channels, SIDE, SIDE),), path, **given)
     return path
 
 
@@ -326,6 +342,17 @@ def halve_cases(folder: Path) -> None:
     seal(folder)
 
 
+def test_an_upscaler_gives_the_pictures_of_its_module(project: Path, here: None) -> None:
+    export(project, "views", checkpoint="upscaler/doubled", adapter="upscaler/adapter.py", channels=3)
+    given = describe_upscaler({"views": []})
+    given["candidates"]["views"]["checkpoint"] = "detector/views"
+    product = VisionProduct.model_validate(given)
+    assert check_network(product, project) == []
+    plain, served = run(project, product)
+    for one, other in zip(plain, served, strict=True):
+        assert other.scores["psnr_db"] == pytest.approx(one.scores["psnr_db"], abs=0.01)
+
+
 def spoil(text: bytes | int) -> Callable[[Path], Any]:
     """Return what writes a file's content anew, or cuts so many bytes off."""
     return lambda path: path.write_bytes(text if isinstance(text, bytes) else path.read_bytes()[:-text])
@@ -533,7 +560,7 @@ def test_a_gpu_is_refused_as_all_else_would_run_there(project: Path, monkeypatch
 def test_another_onnx_runtime_makes_its_candidates_stale(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product = make_product("onnx")
     before = VisionKind().list_inputs(product, project).optimize
-    monkeypatch.setattr(preflight, "_read_version", lambda library: f"{library} of tomorrow")
+    monkeypatch.setattr(preflight, "read_version", lambda: "2.0")
     after = VisionKind().list_inputs(product, project).optimize
     assert {name for name in before if before[name] != after[name]} == {"onnx"}
 

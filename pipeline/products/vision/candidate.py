@@ -25,7 +25,7 @@ from pipeline.products.vision.conv_policy import list_convolutions, resolve_poli
 from pipeline.products.vision.files import read_network_checkpoint
 from pipeline.products.vision.int8_conv import find_int8
 from pipeline.products.vision.loading import Network, load_network
-from pipeline.products.vision.onnx_files import ENGINE, refuse_steps
+from pipeline.products.vision.onnx_files import ENGINE, read_version, refuse_steps
 from pipeline.products.vision.onnx_files import FORMAT as ONNX
 from pipeline.products.vision.quantize import observe, plan_layers, write_quantized
 from pipeline.products.vision.quantize_proof import check_quantized, read_coverage
@@ -119,8 +119,10 @@ def _build(name: str, product: VisionProduct, root: Path, working: Path, target:
             )
             record["serving"] = {}
         records.append(step.model_dump(mode="json") | record)
-    libraries = LIBRARIES + ("torchao",) * (settings.quantize is not None) + (ENGINE,) * is_onnx
+    libraries = LIBRARIES + ("torchao",) * (settings.quantize is not None)
     versions = {library: importlib.metadata.version(library) for library in libraries}
+    if is_onnx:
+        versions[ENGINE] = read_version()
     return BuiltCandidate(
         name=name,
         checkpoint=checkpoint,

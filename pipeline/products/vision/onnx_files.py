@@ -6,7 +6,6 @@ needs one. ONNX Runtime alone says what a file holds: it is loaded to be checked
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pipeline.running.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 FORMAT, ENGINE = "onnx", "onnxruntime"  # of a checkpoint's record, and of how it is run
 PROVIDER = "CPUExecutionProvider"
+ABSENT = "absent"  # in place of a version
 HIDE_GPU = "expected no GPU, as .onnx files are run on the CPU alone, found one: run with CUDA_VISIBLE_DEVICES=-1"
 _WANTED = "onnxruntime>=1.32,<1.33"  # as requirements.txt and pyproject.toml have it
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -80,7 +80,16 @@ def find_onnx(folder: Path) -> Path | None:
 
 def is_onnx(folder: Path) -> bool:
     """Say whether a checkpoint's folder holds an .onnx file, whatever else is wrong with it."""
-    return any(folder.glob("*.onnx"))
+    return folder.suffix == ".onnx" or any(folder.glob("*.onnx"))
+
+
+def read_version() -> str:
+    """Return the version of ONNX Runtime, by whatever package it came."""
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        return ABSENT
+    return str(onnxruntime.__version__)
 
 
 def open_session(path: Path, *, num_threads: int, optimizes: bool = True) -> Any:
@@ -94,12 +103,12 @@ def open_session(path: Path, *, num_threads: int, optimizes: bool = True) -> Any
     Raises:
         CheckpointError: ONNX Runtime is not installed, can't load the file, or would run it elsewhere.
     """
-    try:
-        import onnxruntime
-    except ModuleNotFoundError:
+    if read_version() == ABSENT:
         raise CheckpointError(
             f"{path}: expected ONNX Runtime, which runs the file, found no onnxruntime; install {_WANTED!r}"
-        ) from None
+        )
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -190,7 +199,7 @@ def describe_session(session: Any) -> dict[str, Any]:
 def _explain(message: str, path: Path) -> str:
     """Return what is wrong with a file that ONNX Runtime did not load, and what to do."""
     text = _HEAD.sub("", " ".join(message.split()))
-    version = importlib.metadata.version(ENGINE)
+    version = read_version()
     if _CUT.search(text):
         return f"not an .onnx file, or cut short at {path.stat().st_size} bytes; copy it again"
     if _EXTERNAL.search(text):

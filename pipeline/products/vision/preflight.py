@@ -21,7 +21,15 @@ from pipeline.products.vision.detection_settings import (
     name_categories,
 )
 from pipeline.products.vision.files import read_config
-from pipeline.products.vision.onnx_files import ENGINE, HIDE_GPU, find_onnx, inspect_onnx, is_onnx, refuse_steps
+from pipeline.products.vision.onnx_files import (
+    ENGINE,
+    HIDE_GPU,
+    find_onnx,
+    inspect_onnx,
+    is_onnx,
+    read_version,
+    refuse_steps,
+)
 from pipeline.products.vision.same_pictures import check_apart, check_distinct
 from pipeline.products.vision.settings import PrecisionStep, QuantizeStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.records.digests import digest_file, digest_folder
@@ -358,7 +366,7 @@ def digest_calibration(product: VisionProduct, root: Path) -> dict[str, Any]:
 
 def read_runtime(folder: Path) -> dict[str, str]:
     """Return the version of what runs an .onnx file; nothing of a torch module, whose libraries all stages watch."""
-    return {ENGINE: _read_version(ENGINE)} if is_onnx(folder) else {}
+    return {ENGINE: read_version()} if is_onnx(folder) else {}
 
 
 def _read_version(library: str) -> str:
