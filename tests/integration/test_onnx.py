@@ -506,6 +506,23 @@ def test_sides_that_the_file_does_not_take_are_told_when_it_is_built(project: Pa
     )
 
 
+def test_a_batch_that_an_operation_can_not_take_is_told_at_once(project: Path, here: None) -> None:
+    """An exporter that traces one picture may write its number into the file, though the input says any."""
+    path = project / FILE
+    write_model(
+        path,
+        [make_node("Reshape", ["images", "shape"], ["heat"])],
+        inputs={"images": (FLOAT, FREE)},
+        outputs={"heat": (FLOAT, FREE)},
+        weights=[make_weight("shape", np.array([1, 1, SIDE, SIDE]))],
+    )
+    build(project, product := make_product("onnx"), "onnx")
+    with pytest.raises(QuantgateError) as caught:
+        evaluate(project, product, "onnx")
+    said = "model.onnx: ONNX Runtime failed on an input of shape (4, 1, 32, 32): Non-zero status code returned while"
+    assert said in say(caught) and "; where one picture alone runs, export it for any number; the batch" in say(caught)
+
+
 def test_one_picture_at_a_time_is_served_so(project: Path, here: None) -> None:
     """Many files are exported for one picture."""
     shutil.rmtree(project / "detector/onnx")

@@ -87,7 +87,7 @@ def read_version() -> str:
     """Return the version of ONNX Runtime, by whatever package it came."""
     try:
         import onnxruntime
-    except ModuleNotFoundError:
+    except ImportError:
         return ABSENT
     return str(onnxruntime.__version__)
 
@@ -118,7 +118,7 @@ def open_session(path: Path, *, num_threads: int, optimizes: bool = True) -> Any
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[PROVIDER])
     except Exception as error:  # of ONNX Runtime's own types, which derive from nothing else
-        raise CheckpointError(f"{path}: {_explain(str(error), path)}") from None
+        raise CheckpointError(f"{path}: {_explain(read_message(error), path)}") from None
     if (used := session.get_providers()) != [PROVIDER]:
         raise CheckpointError(
             f"{path}: expected to run by {PROVIDER} alone, ONNX Runtime runs it by {', '.join(used)}: other kernels "
@@ -196,9 +196,13 @@ def describe_session(session: Any) -> dict[str, Any]:
     }
 
 
-def _explain(message: str, path: Path) -> str:
+def read_message(error: Exception) -> str:
+    """Return what ONNX Runtime says, in one line and without its mark."""
+    return _HEAD.sub("", " ".join(str(error).split()))
+
+
+def _explain(text: str, path: Path) -> str:
     """Return what is wrong with a file that ONNX Runtime did not load, and what to do."""
-    text = _HEAD.sub("", " ".join(message.split()))
     version = read_version()
     if _CUT.search(text):
         return f"not an .onnx file, or cut short at {path.stat().st_size} bytes; copy it again"

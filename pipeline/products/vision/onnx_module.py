@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import CheckpointError
-from pipeline.products.vision.onnx_files import HIDE_GPU, describe_session, open_session, read_input
+from pipeline.products.vision.onnx_files import HIDE_GPU, describe_session, open_session, read_input, read_message
 
 
 class OnnxModule(torch.nn.Module):
@@ -51,7 +51,18 @@ class OnnxModule(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Run a batch of float32 (images, channels, rows, columns)."""
-        arrays = self._session.run(self._outputs, {self._input.name: x.to(self._dtype).numpy()})
+        """Run a batch of float32 (images, channels, rows, columns).
+
+        Raises:
+            CheckpointError: an operation failed on it.
+        """
+        given = x.to(self._dtype).numpy()
+        try:
+            arrays = self._session.run(self._outputs, {self._input.name: given})
+        except Exception as error:  # of ONNX Runtime's own types, which derive from nothing else
+            raise CheckpointError(
+                f"{self._path}: ONNX Runtime failed on an input of shape {tuple(x.shape)}: "
+                f"{read_message(error)[:400]}; where one picture alone runs, export it for any number"
+            ) from None
         tensors = [torch.from_numpy(array) for array in arrays]
         return tensors[0] if len(tensors) == 1 else dict(zip(self._outputs, tensors, strict=True))
