@@ -576,10 +576,13 @@ def test_a_gpu_is_refused_as_all_else_would_run_there(project: Path, monkeypatch
 
 def test_another_onnx_runtime_makes_its_candidates_stale(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product = make_product("onnx")
-    before = VisionKind().list_inputs(product, project).optimize
+    beside = make_product("squares", reference="onnx")  # timed beside the file
+    before = [VisionKind().list_inputs(one, project) for one in (product, beside)]
     monkeypatch.setattr(preflight, "read_version", lambda: "2.0")
-    after = VisionKind().list_inputs(product, project).optimize
-    assert {name for name in before if before[name] != after[name]} == {"onnx"}
+    after = [VisionKind().list_inputs(one, project) for one in (product, beside)]
+    for old, new in zip(before, after, strict=True):
+        assert {name for name, watched in new.optimize.items() if watched != old.optimize[name]} == {"onnx"}
+    assert before[0].evaluate == after[0].evaluate and before[1].evaluate != after[1].evaluate
 
 
 @pytest.mark.parametrize("side", [256, 320])

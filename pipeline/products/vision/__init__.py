@@ -73,7 +73,8 @@ class VisionKind:
             | read_runtime(root / candidate.checkpoint)
             for name, candidate in product.candidates.items()
         }
-        shared = material | {
+        shared = material | read_runtime(root / product.candidates[product.reference].checkpoint)
+        shared |= {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "serving": product.serving.model_dump(mode="json"),
         }
