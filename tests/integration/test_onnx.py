@@ -488,7 +488,7 @@ def test_a_step_is_refused_by_name(project: Path, kind: str) -> None:
     )
     with pytest.raises(SettingsError) as caught:
         check_network(product, project)
-    assert say(caught).startswith(said) or kind == "tiling"  # that the pictures fit into a tile is told first
+    assert say(caught).startswith(said)
     with pytest.raises(SettingsError) as built:
         build(project, product, "onnx")
     assert say(built).startswith(said)
