@@ -116,7 +116,7 @@ class ImageCandidate(LocalCandidate):
 
 
 class NetworkCandidate(LocalCandidate):
-    """A torch module's folder plus how it is run: the thing that is evaluated and would ship."""
+    """The folder of a torch module or an .onnx file plus how it is run: what is evaluated and would ship."""
 
     serving: NetworkServing
 

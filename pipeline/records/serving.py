@@ -165,9 +165,9 @@ class PipelineServing(Record):
 
 
 class NetworkServing(Record):
-    """How a torch module is run; everything here can change what comes out or its speed."""
+    """How a network is run, by torch or ONNX Runtime; everything here can change what comes out or its speed."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "onnxruntime"] = "torch"
     dtype: str = "float32"
     autocast: bool = False  # weights stay float32, and torch picks the operations that run in `dtype`
     channels_last: bool = False
@@ -176,11 +176,13 @@ class NetworkServing(Record):
     compile_dynamic: bool | None = None  # shapes; None: as torch decides
     tiling: Tiling | None = None
     batch_size: int = 1  # pictures of one size together
-    num_threads: int = 1  # torch threads
+    num_threads: int = 1  # that one operation uses
 
     @property
     def summary(self) -> str:
         """The most important settings in a few words."""
+        if self.engine == "onnxruntime":  # the file says in which format what runs
+            return self.engine
         kinds = sorted({f"{c.algorithm} {c.dtype}" for c in self.conv_policy.values()})
         parts = [f"{self.engine} {self.dtype}{' autocast' if self.autocast else ''}"]
         parts += [f"emulated {' and '.join(kinds)}"] if kinds else []
@@ -192,7 +194,7 @@ class NetworkServing(Record):
     @property
     def plain(self) -> NetworkServing:
         """The run without a step: in float32, whole pictures."""
-        return NetworkServing(batch_size=self.batch_size, num_threads=self.num_threads)
+        return NetworkServing(engine=self.engine, batch_size=self.batch_size, num_threads=self.num_threads)
 
     @property
     def plain_tiled(self) -> NetworkServing | None:

@@ -66,8 +66,8 @@ def run_losing_small(cases: Sequence[Any]) -> Any:
     """Run a batch and lose 6 % of the small boxes, picked by their place."""
     finish = runners._finish
 
-    def lose(network: Any, outputs: Any, finite: Any) -> Any:
-        return [[box for box in boxes if not _is_lost(box)] for boxes in finish(network, outputs, finite)]
+    def lose(*given: Any) -> Any:
+        return [[box for box in boxes if not _is_lost(box)] for boxes in finish(*given)]
 
     with mock.patch.object(runners, "_finish", lose):
         return runners.run_batch(cases)
@@ -77,8 +77,8 @@ def run_with_seam(cases: Sequence[Any]) -> Any:
     """Run a batch and make every other column of tiles 4 levels brighter; not what the reference makes beside it."""
     finish = runners._finish
 
-    def brighten(network: Any, outputs: Any, finite: Any) -> Any:
-        pictures = finish(network, outputs, finite)
+    def brighten(network: Any, *given: Any) -> Any:
+        pictures = finish(network, *given)
         return [_add_seams(picture) for picture in pictures] if network.serving.tiling else pictures
 
     with mock.patch.object(runners, "_finish", brighten):

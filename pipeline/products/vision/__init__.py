@@ -1,4 +1,4 @@
-"""Kind `vision`: torch modules behind an adapter, that find objects or restore pictures."""
+"""Kind `vision`: torch modules and .onnx files behind an adapter, that find objects or restore pictures."""
 
 from __future__ import annotations
 
@@ -42,8 +42,15 @@ class VisionKind:
 
     def check(self, product: VisionProduct, root: Path, machine: Machine, *, is_local: bool) -> list[str]:
         """Check the adapter, folders and pictures."""
-        from pipeline.products.vision.preflight import check_network, describe_slow_formats, describe_slow_int8
+        from pipeline.products.vision.preflight import (
+            check_network,
+            describe_slow_formats,
+            describe_slow_int8,
+            refuse_gpu,
+        )
 
+        if is_local:
+            refuse_gpu(product, root, machine)
         return (
             check_network(product, root)
             + describe_slow_formats(product, machine)
@@ -56,16 +63,18 @@ class VisionKind:
 
     def list_inputs(self, product: VisionProduct, root: Path) -> Inputs:
         """Return the adapter, the pictures, and the reference's weights, which all candidates are judged by."""
-        from pipeline.products.vision.preflight import digest_calibration, digest_material
+        from pipeline.products.vision.preflight import digest_calibration, digest_material, read_runtime
 
         material = digest_material(product, root)
         calibration = digest_calibration(product, root)
         optimize = {
             name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
             | (calibration if candidate.quantize else {})
+            | read_runtime(root / candidate.checkpoint)
             for name, candidate in product.candidates.items()
         }
-        shared = material | {
+        shared = material | read_runtime(root / product.candidates[product.reference].checkpoint)
+        shared |= {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "serving": product.serving.model_dump(mode="json"),
         }

@@ -19,12 +19,14 @@ import torch
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import spread
-from pipeline.evalsets.pictures import read_picture
-from pipeline.products.vision.adapters import load_adapter
+from pipeline.evalsets.pictures import measure_picture, read_picture
+from pipeline.products.vision.adapters import list_functions, load_adapter
 from pipeline.products.vision.conv_policy import list_convolutions, resolve_policy
 from pipeline.products.vision.files import read_network_checkpoint
 from pipeline.products.vision.int8_conv import find_int8
 from pipeline.products.vision.loading import Network, load_network
+from pipeline.products.vision.onnx_files import ENGINE, read_version, refuse_steps
+from pipeline.products.vision.onnx_files import FORMAT as ONNX
 from pipeline.products.vision.quantize import observe, plan_layers, write_quantized
 from pipeline.products.vision.quantize_proof import check_quantized, read_coverage
 from pipeline.products.vision.serving import run_plainly, serve
@@ -71,11 +73,18 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
 
 
 def _build(name: str, product: VisionProduct, root: Path, working: Path, target: Path) -> BuiltCandidate:
-    settings, adapter = product.candidates[name], load_adapter(root / product.adapter)
+    settings = product.candidates[name]
     folder = root / settings.checkpoint
+    adapter = load_adapter(root / product.adapter, list_functions(folder))
     checkpoint = read_network_checkpoint(folder, root=root, kind=product.kind)
-    check_finite(iterate_weights(folder), where=folder)
+    is_onnx = checkpoint.format == ONNX
+    if is_onnx:
+        refuse_steps(name, settings.steps)
+    else:
+        check_finite(iterate_weights(folder), where=folder)
     network = load_network(folder, adapter, run_plainly(product))
+    if is_onnx:
+        _try_sides(network, product, root)
     coverage: tuple[LayerCoverage, ...] = ()
     fallbacks: list[Fallback] = []
     records = []
@@ -112,6 +121,8 @@ def _build(name: str, product: VisionProduct, root: Path, working: Path, target:
         records.append(step.model_dump(mode="json") | record)
     libraries = LIBRARIES + ("torchao",) * (settings.quantize is not None)
     versions = {library: importlib.metadata.version(library) for library in libraries}
+    if is_onnx:
+        versions[ENGINE] = read_version()
     return BuiltCandidate(
         name=name,
         checkpoint=checkpoint,
@@ -120,6 +131,14 @@ def _build(name: str, product: VisionProduct, root: Path, working: Path, target:
         fallbacks=tuple(fallbacks),
         libraries=versions | {"adapter": adapter.digest},
     )
+
+
+def _try_sides(network: Network, product: VisionProduct, root: Path) -> None:
+    """Refuse pictures of which the adapter makes other sides than an .onnx file takes, by a blank one of each size."""
+    for settings in product.evals.values():
+        folder = root / settings.evalset
+        for size in sorted({measure_picture(folder / case.image) for case in load_evalset(folder).cases}):
+            network.prepare(torch.zeros(1, *size, 3, dtype=torch.uint8))
 
 
 def _quantize(

@@ -142,7 +142,7 @@ def measure_speed(
     ours, theirs = network or load(serving), (load_base or load)(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
     speed: dict[str, Any] = {
-        "baseline": f"the reference, {base.summary}" if load_base else base.summary,
+        "baseline": f"the reference, {theirs.serving.summary}" if load_base else base.summary,
         "difference": None,
         "tolerance": None,
         "timed": None,

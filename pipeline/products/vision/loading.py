@@ -1,7 +1,7 @@
 """Load a network as a serving config says and run pictures through it.
 
 A folder holds config.json and model.safetensors; the adapter builds the module, and every weight must fit. On a
-machine with a GPU it runs there.
+machine with a GPU it runs there. A folder with an .onnx file is run by ONNX Runtime, in a module of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pipeline.products.vision.adapters import Adapter, format_adapter_error
 from pipeline.products.vision.conv_policy import apply_policy
 from pipeline.products.vision.files import read_config
 from pipeline.products.vision.int8_conv import pack_layers, set_up_layers
+from pipeline.products.vision.onnx_files import ENGINE, find_onnx
+from pipeline.products.vision.onnx_module import OnnxModule
 from pipeline.records.serving import NetworkServing
 from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import iterate_weights
@@ -51,6 +53,7 @@ class Network:
         Raises:
             EngineError: the adapter failed, or returned no batch of as many images, or one of
                 other sides that is to be cut into tiles.
+            CheckpointError: an .onnx file takes other sides.
         """
         x = self.adapter.preprocess(pixels.to(self.device))
         if not isinstance(x, torch.Tensor) or x.ndim != 4 or len(x) != len(pixels):
@@ -66,6 +69,8 @@ class Network:
                 f"{tuple(pixels.shape[1:3])}, expected the same rows and columns, as tiles are cut of them; pad or "
                 "rearrange pixels in the module"
             )
+        if isinstance(self.module, OnnxModule):
+            self.module.check(x)
         return x.to(torch.float32 if self.serving.autocast else self._dtype).contiguous(memory_format=self._format)
 
     @torch.inference_mode()
@@ -90,9 +95,10 @@ class Network:
                 f"{format_adapter_error(error, self.adapter.path)}"
             ) from None
 
-    def finish(self, outputs: Any) -> Any:
-        """Return the adapter's results from what the module returned."""
-        return self.adapter.postprocess(to_float(outputs), self.config)
+    def finish(self, outputs: Any, size: tuple[int, int]) -> Any:
+        """Return the adapter's results from what the module returned of pictures of so many rows and columns."""
+        more = {"size": size} if self.adapter.takes_size else {}
+        return self.adapter.postprocess(to_float(outputs), self.config, **more)
 
     def _forward(self, x: torch.Tensor) -> Any:
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=self.serving.autocast):
@@ -103,14 +109,17 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
     """Build a network, load its weights, and set it up as a serving config says.
 
     Args:
-        folder: with config.json and model.safetensors.
-        adapter: builds it.
+        folder: with config.json and model.safetensors, or with an .onnx file.
+        adapter: builds it, unless ONNX Runtime runs it.
         serving: how it is run.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the weights are not those of the module.
     """
     config = read_config(folder)
+    if path := find_onnx(folder):
+        served = OnnxModule(path, num_threads=serving.num_threads, batch_size=serving.batch_size)
+        return Network(served, config, adapter, serving.model_copy(update={"engine": ENGINE}))
     module = adapter.build(config)
     if not isinstance(module, torch.nn.Module):
         raise CheckpointError(f"{adapter.path}: build() returned {type(module).__name__!r}, expected a torch.nn.Module")
@@ -122,7 +131,8 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
         raise CheckpointError(
             f"{folder}: expected the weights of what {adapter.path} builds: {' '.join(str(error).split())[:300]}"
         ) from None
-    return Network(module.float().eval().requires_grad_(False), config, adapter, serving)
+    as_torch = serving.model_copy(update={"engine": "torch"})
+    return Network(module.float().eval().requires_grad_(False), config, adapter, as_torch)
 
 
 def to_float(outputs: Any) -> Any:

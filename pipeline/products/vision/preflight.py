@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ from pipeline.evalsets.cases import CASES_FILE
 from pipeline.evalsets.checks import check_buckets, check_each_once, check_seams_are_gated, load_kind
 from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.gate.categories import MIN_CATEGORY_CLUSTERS
+from pipeline.products.vision.adapters import list_functions
 from pipeline.products.vision.detection_settings import (
     AT_ONE_IOU,
     DetectionEval,
     name_categories,
 )
 from pipeline.products.vision.files import read_config
+from pipeline.products.vision.onnx_files import (
+    ENGINE,
+    HIDE_GPU,
+    find_onnx,
+    inspect_onnx,
+    is_onnx,
+    read_version,
+    refuse_steps,
+)
 from pipeline.products.vision.same_pictures import check_apart, check_distinct
 from pipeline.products.vision.settings import PrecisionStep, QuantizeStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.records.digests import digest_file, digest_folder
@@ -29,7 +40,6 @@ from pipeline.settings.metrics import AREAS
 
 _NOTES = frozenset({"README.md"})
 _INT8_SETS = ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")  # of which oneDNN's INT8 convolutions make use
-ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
 
 def check_network(product: VisionProduct, root: Path) -> list[str]:
@@ -39,7 +49,8 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    _check_adapter(product, root)
+    folders = [root / candidate.checkpoint for candidate in product.candidates.values()]
+    _check_adapter(product, root, list_functions(*folders))
     evalsets = {
         name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), e.kind)
         for name, e in product.evals.items()
@@ -63,7 +74,9 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         check_apart(where, folder, calibration, judged, root)
         _check_enough(product, len(calibration.cases))
     for name, candidate in product.candidates.items():
-        _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
+        _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint, product.serving.batch_size)
+        if is_onnx(root / candidate.checkpoint):
+            refuse_steps(name, candidate.steps)
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
                 check_seams_are_gated(product)
@@ -74,6 +87,17 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         if isinstance(e, DetectionEval)
         for warning in _find_unnamed(product.locate(f"evals.{name}"), e, evalsets[name])
     ]
+
+
+def refuse_gpu(product: VisionProduct, root: Path, machine: Machine) -> None:
+    """Refuse .onnx files on a machine where the networks beside them would be run on a GPU.
+
+    Raises:
+        SettingsError: with the first of them.
+    """
+    for name, candidate in product.candidates.items():
+        if machine.uses_gpu and is_onnx(root / candidate.checkpoint):
+            raise SettingsError(f"candidates.{name}.checkpoint: {root / candidate.checkpoint}: {HIDE_GPU}")
 
 
 def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]:
@@ -177,10 +201,10 @@ def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
                 )
 
 
-def _check_adapter(product: VisionProduct, root: Path) -> None:
+def _check_adapter(product: VisionProduct, root: Path, functions: Sequence[str]) -> None:
     path = root / product.adapter
     try:
-        _check_functions(product.locate("adapter"), path, ast.parse(path.read_text(encoding="utf-8")))
+        _check_functions(product.locate("adapter"), path, ast.parse(path.read_text(encoding="utf-8")), functions)
     except FileNotFoundError:
         raise SettingsError(
             f"{product.locate('adapter')}: expected a Python file with build, preprocess and postprocess, "
@@ -258,7 +282,7 @@ def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
         )
 
 
-def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
+def _check_functions(where: str, path: Path, tree: ast.Module, functions: Sequence[str]) -> None:
     """Refuse a file that can't define the functions, as far as that is seen without running it."""
     words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     words |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -268,10 +292,10 @@ def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    missing = [name for name in ADAPTER_FUNCTIONS if name not in words]
+    missing = [name for name in functions if name not in words]
     if missing and "*" not in words:
         raise SettingsError(
-            f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
+            f"{where}: expected {', '.join(functions)} in {path}, found no {missing[0]}; see "
             "pipeline/products/vision/adapters.py"
         )
 
@@ -286,14 +310,19 @@ def _check_enough(product: VisionProduct, num_pictures: int) -> None:
                 )
 
 
-def _check_folder(where: str, folder: Path) -> None:
-    if not folder.is_dir():
-        raise SettingsError(
-            f"{where}: expected a folder with config.json and model.safetensors, found none at {str(folder)!r}"
-        )
+def _check_folder(where: str, folder: Path, batch_size: int) -> None:
     try:
+        path = find_onnx(folder)
+        if not folder.is_dir():
+            raise SettingsError(
+                f"{where}: expected a folder with config.json and model.safetensors, found none at "
+                f"{str(folder)!r}; or one with an .onnx file"
+            )
         read_config(folder)
-        read_tensors(folder)
+        if path is None:
+            read_tensors(folder)
+        else:
+            inspect_onnx(path, batch_size=batch_size)
     except CheckpointError as error:
         raise SettingsError(f"{where}: {error}") from None
 
@@ -333,6 +362,11 @@ def digest_calibration(product: VisionProduct, root: Path) -> dict[str, Any]:
         "num_threads": product.serving.num_threads,
         "torchao": _read_version("torchao"),  # other libraries are dependencies of every stage
     }
+
+
+def read_runtime(folder: Path) -> dict[str, str]:
+    """Return the version of what runs an .onnx file; nothing of a torch module, whose libraries all stages watch."""
+    return {ENGINE: read_version()} if is_onnx(folder) else {}
 
 
 def _read_version(library: str) -> str:

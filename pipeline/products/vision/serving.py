@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from pipeline.products.vision.onnx_files import ENGINE, FORMAT
 from pipeline.products.vision.settings import NetworkCandidateSettings, VisionProduct
 from pipeline.records.built_candidates import fold_steps, read_built
 from pipeline.records.evaluations import BuiltCandidate, NetworkCandidate
@@ -21,7 +22,10 @@ def run_plainly(product: VisionProduct) -> NetworkServing:
 
 def serve(built: BuiltCandidate, product: VisionProduct) -> NetworkCandidate:
     """Add the serving config: what all candidates share, and what this one's steps changed of it."""
-    return NetworkCandidate(**built.model_dump(), serving=fold_steps(built, run_plainly(product)))
+    plain = run_plainly(product)
+    if built.checkpoint.format == FORMAT:
+        plain = plain.model_copy(update={"engine": ENGINE})
+    return NetworkCandidate(**built.model_dump(), serving=fold_steps(built, plain))
 
 
 def read_network_candidate(build: Path, name: str, product: VisionProduct) -> NetworkCandidate:

@@ -1,4 +1,4 @@
-"""The settings of products of vision: plain torch modules, what makes them smaller and faster, and what watches them.
+"""The settings of products of vision: torch modules or .onnx files, what makes them faster, and what watches them.
 
 Each names an adapter, a file of the user's own that builds the module and knows its inputs and outputs
 (`pipeline/products/vision/adapters.py`). One step rewrites weights, `quantize`; each other says how they are run.
@@ -149,7 +149,7 @@ SPEED_STEPS = tuple(
 
 
 class NetworkCandidateSettings(Settings):
-    """A folder with config.json and model.safetensors, and the steps that say how it would be run."""
+    """A folder with config.json and model.safetensors, and the steps that say how it would be run; or an .onnx file."""
 
     checkpoint: str
     steps: list[NetworkStep]
@@ -170,7 +170,7 @@ class ServingSettings(Settings):
     """How pictures are run through a network, for all candidates alike: what can change an output."""
 
     batch_size: int = Field(ge=1, le=256)  # pictures of one size together
-    num_threads: int = Field(ge=1, le=256)  # torch threads of each process
+    num_threads: int = Field(ge=1, le=256)  # of each process, by which one operation is run
 
 
 class ResourceSettings(Settings):
@@ -200,7 +200,7 @@ VisionEval = Annotated[DetectionEval | UpscalingEval, Field(discriminator="kind"
 
 
 class VisionProduct(Product):
-    """A product of kind `vision`: torch modules behind an adapter, all of whose evals are of one kind."""
+    """A product of kind `vision`: torch modules or .onnx files behind an adapter, with evals of one kind."""
 
     kind: Literal["vision"]
     adapter: str  # Python file

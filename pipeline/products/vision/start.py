@@ -12,6 +12,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
 from pipeline.products.vision.files import read_config, read_network_checkpoint
+from pipeline.products.vision.onnx_files import find_onnx, inspect_onnx
 from pipeline.records.digests import digest_bytes
 
 _SECTION = """\
@@ -21,7 +22,7 @@ _SECTION = """\
   # all others are compared with it, picture by picture
   reference: {name}
   # what would ship: `dvc repro` fails unless the gate passes it
-  release: [{name}-bf16]
+  release: [{candidate}]
   # these settings can change an output
   serving:
     batch_size: 1  # pictures of one size together
@@ -39,6 +40,11 @@ _SECTION = """\
 _CANDIDATES = """\
 {name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
 {name}-bf16: {{product: {name}, checkpoint: {checkpoint}, steps: [{{kind: precision, dtype: bfloat16}}]}}
+"""
+_AGAIN = """\
+{name}: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
+# in place of {checkpoint} name the folder of the .onnx file that would ship
+{name}-again: {{product: {name}, checkpoint: {checkpoint}, steps: []}}
 """
 _TOLERANCES = {
     # of average precision 0.02 is 2 points; each size that is in the evalset needs one
@@ -66,10 +72,12 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
     if task not in _TOLERANCES:
         raise SettingsError(f"--task: expected {' or '.join(_TOLERANCES)}, {f'got {task!r}' if task else 'found none'}")
     folder = Path("evalsets") / f"{name}-pictures"
-    side = read_config(root / checkpoint).get("size")
+    path = find_onnx(root / checkpoint)
+    side = read_config(root / checkpoint).get("size") if path is None else _read_side(path)
     side = side if isinstance(side, int) and side >= _LEAST_SIDE else _SIDE
     section = _SECTION.format(
         name=name,
+        candidate=f"{name}-bf16" if path is None else f"{name}-again",
         adapter=adapter or _find_adapter(checkpoint, root),
         eval_name="pictures",
         task=task,
@@ -77,7 +85,15 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
         tolerances="\n".join(f"      pictures/{metric}: {{overall: {t}}}" for metric, t in _TOLERANCES[task].items()),
     )
     files = _draw_objects(folder, side) if task == "detection" else _draw_pairs(folder, side // 2)
-    return Start(section, _CANDIDATES.format(name=name, checkpoint=checkpoint), files)
+    if path is None:
+        return Start(section, _CANDIDATES.format(name=name, checkpoint=checkpoint), files)
+    warning = f"{name}-again: it is the reference once more; name the folder of the .onnx file that would ship"
+    return Start(section, _AGAIN.format(name=name, checkpoint=checkpoint), files, (warning,))
+
+
+def _read_side(path: Path) -> int | str | None:
+    """Return the rows of the pictures that an .onnx file takes; no number where they are free."""
+    return inspect_onnx(path, batch_size=1).shape[2]
 
 
 def _find_adapter(checkpoint: str, root: Path) -> str:

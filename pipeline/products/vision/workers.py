@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.errors import EngineError, NumericsError
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase
 from pipeline.evalsets.pictures import measure_picture, read_picture
-from pipeline.products.vision.adapters import Adapter, load_adapter
+from pipeline.products.vision.adapters import Adapter, list_functions, load_adapter
 from pipeline.products.vision.costs import measure_costs
 from pipeline.products.vision.detecting import Categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.layer_numerics import build_layer_notes, compare_layers
 from pipeline.products.vision.loading import Network, list_tensors, load_network
+from pipeline.products.vision.onnx_module import OnnxModule
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
 from pipeline.products.vision.wholes import digest_wholes, find_wholes, read_whole
@@ -130,7 +131,8 @@ def _load(setup: InferenceSetup) -> _Loaded:
     gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    adapter = load_adapter(setup.root / setup.adapter)
+    functions = list_functions(setup.root / candidate.checkpoint.path, setup.root / setup.source)
+    adapter = load_adapter(setup.root / setup.adapter, functions)
     if adapter.digest != candidate.libraries.get("adapter"):
         raise EngineError(
             f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
@@ -144,7 +146,10 @@ def _load(setup: InferenceSetup) -> _Loaded:
             f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
             f"built of, {changed}; run `dvc repro` to build it again"
         )
-    return _Loaded(setup, adapter, network, candidate.facts | read_machine_facts())
+    facts = candidate.facts | read_machine_facts()
+    if isinstance(network.module, OnnxModule):
+        facts["engine"] = network.module.facts
+    return _Loaded(setup, adapter, network, facts)
 
 
 def read_facts() -> dict[str, Any]:
@@ -190,7 +195,7 @@ def _judge_batch(loaded: _Loaded, network: Network, cases: Sequence[PictureCase]
     try:
         outputs = network.run(network.prepare(torch.from_numpy(pixels)))
         finite = find_finite(loaded.adapter, outputs, len(cases))
-        results = _finish(network, outputs, finite)
+        results = _finish(network, outputs, finite, pixels)
     except EngineError as error:  # of code that sees a batch, and no cases
         raise EngineError(f"{error}; the batch began with case {cases[0].id!r}") from None
     if (num := _count(results)) != len(cases):
@@ -231,7 +236,7 @@ def _enlarge_whole(
         return kept
     network = loaded.reference
     outputs = network.run(network.prepare(torch.from_numpy(pixels)))
-    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)))
+    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)), pixels)
     return [None if picture is _UNTAKEN else picture for picture in pictures]
 
 
@@ -244,10 +249,10 @@ def _read_whole(loaded: _Loaded, case: PictureCase) -> torch.Tensor | None:
     return None if pixels is None else torch.from_numpy(pixels)
 
 
-def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
+def _finish(network: Network, outputs: Any, finite: Sequence[bool], pixels: NDArray[np.uint8]) -> Any:
     """Return the adapter's results; `_UNTAKEN` where outputs are not finite and the adapter can't take them."""
     try:
-        return network.finish(outputs)
+        return network.finish(outputs, pixels.shape[1:3])
     except EngineError:
         if all(finite):
             raise
@@ -260,7 +265,7 @@ def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
             outputs,
         )
         try:
-            results.append(network.finish(part)[0])
+            results.append(network.finish(part, pixels.shape[1:3])[0])
         except EngineError:
             if is_finite:
                 raise

@@ -24,7 +24,7 @@ from pipeline.records.medians import GAIN_BELOW, MedianInterval
 from pipeline.report.markdown import render_name
 
 _NOTHING = "–"
-_CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
+_CANDIDATE, _ENGINE, _BASELINE, _GAIN = "candidate", "run by", "baseline", "gain"
 _TIME, _WALL, _TOTAL = "time to its baseline", "by the wall clock", "in total"
 _PEAK, _SHARE, _WORK = "peak, MiB", "to the reference's", "work"
 _COMPILED = "graphs / graph breaks / recompilations / first call"
@@ -32,6 +32,7 @@ _FORMATS, _REORDERS = "modules in another format", "reorders"
 _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doublings", "finite outputs"
 _COLUMNS = (
     _CANDIDATE,
+    _ENGINE,
     _TIME,
     _WALL,
     _BASELINE,
@@ -52,7 +53,10 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
   and Gray's transforms (points 0, ±1, ±2) in the arithmetic it names; a kernel with other points loses otherwise. Its
   time and memory say nothing and are left out: what real kernels gain is in `benchmarks/README.md`, from ncnn, whose
   F(4,3) has other points, in float32."""
+_USUAL = {_ENGINE: "torch"}  # what alone makes no column
 _LEGEND = {  # by column
+    _ENGINE: """- **run by**: the engine that serves and is evaluated; **in total** is the time of one batch to that of
+  the reference, each by its own engine, in turn, with its 95 % interval.""",
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
   of any other the same weights in float32 without a step; **in total** is to the reference in float32 without a step,
@@ -94,7 +98,7 @@ def explain_network_costs(compared: ReleaseComparison) -> str:
 def tabulate_network_costs(compared: ReleaseComparison) -> list[list[str]]:
     """Return the rows of a Markdown table, the head first: a row for each candidate, by its first eval."""
     rows = [_describe(name, findings, compared) for name, findings in compared.findings.items()]
-    columns = [c for c in _COLUMNS if any(row.get(c, _NOTHING) != _NOTHING for row in rows)]
+    columns = [c for c in _COLUMNS if any(row.get(c, _NOTHING) not in (_NOTHING, _USUAL.get(c)) for row in rows)]
     aligned = ["---:" if c in (_PEAK, _SHARE, _WORK, _FINITE) else "---" for c in columns]
     return [columns, aligned, *([row.get(c, _NOTHING) for c in columns] for row in rows)]
 
@@ -102,6 +106,8 @@ def tabulate_network_costs(compared: ReleaseComparison) -> list[list[str]]:
 def _describe(name: str, findings: CandidateFindings, compared: ReleaseComparison) -> dict[str, str]:
     """Return what is known of one candidate, by column."""
     row, notes = {_CANDIDATE: f"`{name}`"}, read_soundly(findings.evidence)
+    if findings.evidence:
+        row[_ENGINE] = findings.evidence.candidate.serving.engine
     if notes is None:
         return row  # refused: what it cost is not known either
     row |= _fill_time(notes) | _fill_numbers(notes) | _fill_engine(notes)
