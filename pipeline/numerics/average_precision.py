@@ -41,7 +41,7 @@ def average_precision(table: MatchTable, weights: Floats | None = None) -> Float
 
 
 def mean_over_classes(parts: Iterable[Floats]) -> Floats:
-    """Return AP of all classes from that of each, as `average_precision` returns it; NaN where a class has no object."""
+    """Return AP of all classes as `average_precision` does, from that of each, which is NaN where it has no object."""
     total, num_classes = np.zeros(()), np.zeros(())
     for part in parts:
         has_objects = np.isfinite(part)

@@ -14,6 +14,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnx import NodeProto
+from onnx.helper import make_node
 from PIL import Image
 
 from evalsets.seal import seal
@@ -44,7 +46,7 @@ from tests.fakes.tiny_networks import (
     describe_upscaler,
     write_project,
 )
-from tests.fakes.tiny_onnx import FLOAT, FLOAT16, INT64, UINT8, Side, make_node, make_weight, write_model
+from tests.fakes.tiny_onnx import FLOAT, FLOAT16, INT64, UINT8, Side, make_weight, write_model
 from tests.integration.test_networks import Here, build, edit, evaluate, list_results, read_notes, run, say
 
 ADAPTER = "detector/adapter.py"
@@ -102,7 +104,7 @@ def export(
     network = load_network(root / checkpoint, load_adapter(root / adapter), run_plainly(make_product("onnx")))
     axes = {"images": {0: "n", 2: "rows", 3: "columns"}}
     given = {"input_names": ["images"], "output_names": ["heat"], "dynamic_axes": axes, "dynamo": False} | options
-    with warnings.catch_warnings():  # the exporter that needs no other package is said to be old
+    with warnings.catch_warnings():  # the exporter that needs onnx alone is said to be old
         warnings.simplefilter("ignore")
         torch.onnx.export(network.module, (torch.zeros(1, channels, SIDE, SIDE),), path, **given)
     return path
@@ -362,7 +364,7 @@ def rewrite(
     *,
     takes: dict[str, tuple[int, Sequence[Side]]] | None = None,
     gives: tuple[int, Sequence[Side]] = (FLOAT, FREE),
-    node: bytes | None = None,
+    node: NodeProto | None = None,
     outside: bytes | None = None,
     **changes: Any,
 ) -> Callable[[Path], Any]:
@@ -389,20 +391,14 @@ CAST = make_node("Cast", ["images"], ["heat"], to=8)  # to text
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        pytest.param(spoil(40), "not an .onnx file, or cut short at ", id="cut"),
-        pytest.param(spoil(b""), "not an .onnx file, or cut short at 0 bytes; copy it again", id="empty"),
-        pytest.param(spoil(b"version https://git-lfs"), "not an .onnx file, or cut short at 23 bytes", id="pointer"),
-        pytest.param(rewrite(outside=b""), "its external data is missing or cut short; copy", id="no-data"),
-        pytest.param(rewrite(outside=b"12"), "its external data is missing or cut short; copy", id="cut-data"),
-        pytest.param(rewrite(opset=99), "expected at most opset ", id="opset"),
-        pytest.param(
-            rewrite(node=NMS, domains=["acme"]), "brings, found 'Nms' of the domain 'acme'; export it", id="custom"
-        ),
-        pytest.param(
-            rewrite(node=make_node("Nms", ["images"], ["heat"])),
-            "can't load it: This is an invalid model",
-            id="unknown",
-        ),
+        pytest.param(spoil(40), "can't load it (", id="cut"),
+        pytest.param(spoil(b""), "can't load it (0 bytes): ", id="empty"),
+        pytest.param(spoil(b"version https://git-lfs"), "can't load it (23 bytes): ", id="pointer"),
+        pytest.param(rewrite(outside=b""), "copy it again with the files of its external data", id="no-data"),
+        pytest.param(rewrite(outside=b"12"), "copy it again with the files of its external data", id="cut-data"),
+        pytest.param(rewrite(opset=99), "or export it for this version", id="opset"),
+        pytest.param(rewrite(node=NMS, domains=["acme"]), "acme:Nms", id="custom"),
+        pytest.param(rewrite(node=make_node("Nms", ["images"], ["heat"])), "This is an invalid model", id="unknown"),
         pytest.param(
             rewrite(takes={"images": (FLOAT, (1, 1, "rows", "columns"))}),
             "input 'images': expected any number of pictures, as serving.batch_size is 4 and a last batch is smaller, "
@@ -519,8 +515,10 @@ def test_a_batch_that_an_operation_can_not_take_is_told_at_once(project: Path, h
     build(project, product := make_product("onnx"), "onnx")
     with pytest.raises(QuantgateError) as caught:
         evaluate(project, product, "onnx")
-    said = "model.onnx: ONNX Runtime failed on an input of shape (4, 1, 32, 32): Non-zero status code returned while"
-    assert said in say(caught) and "; where one picture alone runs, export it for any number; the batch" in say(caught)
+    assert "model.onnx: ONNX Runtime failed on an input of shape (4, 1, 32, 32): " in say(caught)
+    assert "Non-zero status code returned while" in say(
+        caught
+    ) and "; where one picture alone runs, export it for any number; the batch" in say(caught)
 
 
 def test_one_picture_at_a_time_is_served_so(project: Path, here: None) -> None:

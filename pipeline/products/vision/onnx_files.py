@@ -6,7 +6,6 @@ needs one. ONNX Runtime alone says what a file holds: it is loaded to be checked
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,6 @@ _WANTED = "onnxruntime>=1.32,<1.33"  # as requirements.txt and pyproject.toml ha
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _OUTPUTS = {*_DTYPES, "tensor(double)", "tensor(bool)", *(f"tensor(int{n})" for n in (8, 16, 32, 64)), "tensor(uint8)"}
 _AXES = ("images", "channels", "rows", "columns")
-# how ONNX Runtime's message begins: its own mark, and the file that it names again
-_HEAD = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed:)?")
-_CUT = re.compile(r"Protobuf parsing failed|No graph was found in the protobuf")
-_EXTERNAL = re.compile(r"External (data|initializer)")
-_STRANGE = re.compile(r"(\S+?):(\w+)\(-?\d+\) is not a registered function/op")
-_NEWER = re.compile(r"Opset (\d+) is under development.*?domain (\S+) is till opset (\d+)")
-_NEWER_FORMAT = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,11 @@ def open_session(path: Path, *, num_threads: int, optimizes: bool = True) -> Any
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[PROVIDER])
     except Exception as error:  # of ONNX Runtime's own types, which derive from nothing else
-        raise CheckpointError(f"{path}: {_explain(read_message(error), path)}") from None
+        raise CheckpointError(
+            f"{path}: ONNX Runtime {read_version()} can't load it ({path.stat().st_size} bytes): "
+            f"{read_message(error)[:400]}; copy it again with the files of its external data, or export it for this "
+            "version"
+        ) from None
     if (used := session.get_providers()) != [PROVIDER]:
         raise CheckpointError(
             f"{path}: expected to run by {PROVIDER} alone, ONNX Runtime runs it by {', '.join(used)}: other kernels "
@@ -197,30 +193,5 @@ def describe_session(session: Any) -> dict[str, Any]:
 
 
 def read_message(error: Exception) -> str:
-    """Return what ONNX Runtime says, in one line and without its mark."""
-    return _HEAD.sub("", " ".join(str(error).split()))
-
-
-def _explain(text: str, path: Path) -> str:
-    """Return what is wrong with a file that ONNX Runtime did not load, and what to do."""
-    version = read_version()
-    if _CUT.search(text):
-        return f"not an .onnx file, or cut short at {path.stat().st_size} bytes; copy it again"
-    if _EXTERNAL.search(text):
-        return f"its external data is missing or cut short; copy the files that were written beside it ({text[-200:]})"
-    if found := _STRANGE.search(text):
-        return (
-            f"expected operators that ONNX Runtime {version} brings, found {found[2]!r} of the domain {found[1]!r}; "
-            "export it without"
-        )
-    if found := _NEWER.search(text):
-        return (
-            f"expected at most opset {found[3]} of {found[2]}, which ONNX Runtime {version} knows, got {found[1]}; "
-            "export it with an older one"
-        )
-    if found := _NEWER_FORMAT.search(text):
-        return (
-            f"expected at most IR version {found[2]}, which ONNX Runtime {version} reads, got {found[1]}; export it "
-            "with an older one"
-        )
-    return f"ONNX Runtime {version} can't load it: {text[:300]}; export it again"
+    """Return what ONNX Runtime says, in one line."""
+    return " ".join(str(error).split())
