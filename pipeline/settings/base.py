@@ -26,6 +26,7 @@ ENV = BUILD / "env"  # what stage env found, for all products
 
 
 Tier = Literal["critical", "supporting", "advisory"]  # of a metric
+MAX_EVAL_NAME = 64  # characters; with a metric and a bucket of 100 it names a metric of MLflow, which has 250 at most
 MIN_REASON = 10  # characters: a sentence
 Reason = Annotated[str, StringConstraints(strip_whitespace=True, min_length=MIN_REASON)]
 
@@ -177,10 +178,10 @@ class Product(Settings):
 def find_product_problems(product: Product) -> list[str]:
     """Return what is wrong with the names of a product, one line each, starting with the key's path."""
     problems = [
-        f"evals.{format_key(name)}: expected a name of lower-case letters, digits, dashes and underscores that begins "
-        f"with a letter or digit, got {show_value(name)}"
+        f"evals.{format_key(name)}: expected a name of at most {MAX_EVAL_NAME} lower-case letters, digits, dashes "
+        f"and underscores that begins with a letter or digit, got {show_value(name)}"
         for name in product.evals
-        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)
+        if len(name) > MAX_EVAL_NAME or not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)
     ]
     problems += [
         f"candidates.{name}.checkpoint: {problem}"

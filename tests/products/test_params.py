@@ -315,7 +315,12 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
         (
             "evals//a/b",
             {"kind": "harness", "task": "t"},
-            "evals.a/b: expected a name of lower-case letters, digits, dashes and underscores that begins",
+            "evals.a/b: expected a name of at most 64 lower-case letters, digits, dashes and underscores that begins",
+        ),
+        (
+            "evals//" + "a" * 65,
+            {"kind": "harness", "task": "t"},
+            f"evals.{'a' * 65}: expected a name of at most 64 lower-case letters",
         ),
         (
             "candidates//int4//steps",
