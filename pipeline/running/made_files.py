@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ _CHECKED = BUILD / "made.json"  # by folder, the digest of the list that its fil
 _MAKING = ".making"  # beside the folders, so that a move stays on one disk
 _MODE = 0o644  # as git writes files; some libraries keep theirs for their own user
 _DIGITS = 12  # of a digest in messages
+_NOTING = threading.Lock()  # print writes a line and its end apart, and folders are made side by side
 _LIBRARIES = ("numpy", "pillow", "torch", "safetensors")  # that write the files
 
 
@@ -208,7 +210,8 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
     """Run the script of a folder, and move the missing files into place if they have their digests."""
     missing = folder.list_missing()
     if note:
-        note(f"{folder.path}: making {len(missing)} file{'s' * (len(missing) > 1)} by `{folder.command}`")
+        with _NOTING:
+            note(f"{folder.path}: making {len(missing)} file{'s' * (len(missing) > 1)} by `{folder.command}`")
     making = folder.path.parent / _MAKING
     making.mkdir(parents=True, exist_ok=True)
     # a name of its own: the script of a process that was killed may still write

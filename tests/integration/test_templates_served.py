@@ -27,6 +27,8 @@ CHATML = (
 )
 THINKING = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
 WHOLE, BOTH = ("<|im_end|>", None, True), (["<|im_end|>", "<|end|>"], None, True)
+CALLS = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+CALLING = {"fields": {"tool_calls": CALLS, "content": {"close": "<|end|>", "content": "text"}}}
 ANCHORED = {"start_anchor": "<|assistant|>", "fields": {"content": {"close": "<|end|>", "content": "text"}}}
 
 
@@ -61,6 +63,30 @@ def test_an_answer_is_what_was_generated_and_nothing_of_the_prompt(server: Serve
     lines = [line.removeprefix("data: ") for line in post(server, stream=True).text.splitlines() if line]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
     assert "".join(delta.get("content") or "" for delta in deltas) == expected
+
+
+@pytest.mark.parametrize(
+    "written",
+    ['<tool_call>{"name": "a"}}</tool_call>', '<tool_call>{"name": "a", "argu', "<tool_call>[1]</tool_call>"],
+    ids=["no-json", "cut", "no-call"],
+)
+def test_a_call_that_the_parser_cannot_read_is_text(
+    server: Server, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """It was HTTP 500, so that an evaluation ended where a model wrote a wrong answer."""
+    tokenizer = server.loaded.tokenizer
+    tokens = tokenizer.encode(written, add_special_tokens=False)
+
+    async def generate(model: Any, processor: Any, inputs: Any, config: Any, **fields: Any) -> tuple[str, int, Any]:
+        return written, len(inputs["input_ids"]), tokens
+
+    monkeypatch.setattr(tokenizer, "response_template", CALLING, raising=False)
+    monkeypatch.setattr(server._generation, "parsed_type", server.loaded.model)
+    monkeypatch.setattr(server._manager, "generate_non_streaming", generate)
+    reply = post(server, max_tokens=200, return_token_ids=True)
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "stop" and choice["message"] == {"role": "assistant", "content": written}
+    assert choice["token_ids"] == tokens and reply.json()["usage"]["completion_tokens"] == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class _ChatHandler(ChatCompletionHandler):
         self._generation, self._asked = generation, asked
         self._loaded = generation.loaded
         self._reads_calls = bool(asked.tools) and not asked.ignores_end  # text of a fixed length is no answer
+        self._generated: tuple[str, int, int] | None = None  # the answer's text, tokens of the prompt and of the answer
         self._prompt: list[int] = []
         self._tokens: list[int] = []
         self._logprobs: list[dict[str, Any]] | None = None
@@ -96,7 +97,15 @@ class _ChatHandler(ChatCompletionHandler):
         self._set_room(inputs, gen_config)
         if not self._asked.stops:
             parsed = self._generation.parsed_type
-            return await super()._non_streaming(request_id, parsed, processor, model_id, inputs, gen_config, self)
+            try:
+                return await super()._non_streaming(request_id, parsed, processor, model_id, inputs, gen_config, self)
+            except Exception:  # of the library's parser, whatever its type: a call that is no JSON or was cut is text
+                if self._generated is None:
+                    raise
+            text, num_prompt, num_tokens = self._generated
+            finish_reason = "length" if num_tokens >= gen_config.max_new_tokens else "stop"
+            usage = _build_usage(num_prompt, num_tokens)
+            return JSONResponse(self._build_completion(request_id, text, model_id, finish_reason, usage))
         return await self._answer_until_stop(request_id, processor, model_id, inputs, gen_config)
 
     def _build_completion(
@@ -184,6 +193,7 @@ class _ChatHandler(ChatCompletionHandler):
             self._tokens = [int(token) for token in tokens]
         if self._asked.num_logprobs is not None:
             self._logprobs = await self._score(self._asked.num_logprobs)
+        self._generated = text, num_prompt, len(tokens)
         return text, num_prompt, tokens
 
     # ----- our own -----
