@@ -11,11 +11,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from filelock import FileLock
@@ -39,11 +37,11 @@ from pipeline.records.evaluations import Evaluation, read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import read_record, write_cases
 from pipeline.report.terminal import render_gate
-from pipeline.running import worker_pool
 from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.processes import is_running, wait_for_end
+from tests.fakes.workers_here import start_here
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -100,18 +98,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "evalsets/few/cases.jsonl").write_text("".join(cases[:: len(cases) // NUM_PROMPTS][:NUM_PROMPTS]))
     seal(root / "evalsets/few")
     return root
-
-
-@contextlib.contextmanager
-def start_here(load: Any, setup: Any, _num_workers: int, **_texts: str) -> Iterator[ThreadPoolExecutor]:
-    """Stand in for processes: load and work in a thread of this one."""
-    with (
-        mock.patch.object(worker_pool, "_place", [0]),
-        mock.patch.object(worker_pool, "_loaded", []) as loaded,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        pool.submit(lambda: loaded.append(load(setup))).result()
-        yield pool
 
 
 @pytest.fixture

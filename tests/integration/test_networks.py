@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ from pipeline.records.digests import digest_file, digest_pixels
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.records.record_files import write_record
 from pipeline.report.terminal import render_gate
-from pipeline.running import worker_pool
 from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
@@ -73,6 +71,7 @@ from tests.fakes.tiny_networks import (
     write_project,
     write_views,
 )
+from tests.fakes.workers_here import start_here
 from tests.paths import ROOT
 
 HALF = {"kind": "precision", "dtype": "float16"}
@@ -88,28 +87,11 @@ def project(tmp_path: Path) -> Path:
     return write_project(tmp_path / "project")
 
 
-class Here:
-    """A pool of workers that works at once, in the process of the test."""
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate without other processes, which take seconds to start."""
 
-    @contextmanager
-    def start(load: Callable[[Any], Any], order: Any, _num: int, **_texts: str) -> Iterator[Here]:
-        monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
-        yield Here()
-
-    monkeypatch.setattr(workers, "start_workers", start)
+    monkeypatch.setattr(workers, "start_workers", start_here)
 
 
 def build(root: Path, product: VisionProduct, name: str) -> NetworkCandidate:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from pipeline.products.vision.preflight import check_network
 from pipeline.products.vision.serving import read_network_candidate, run_plainly
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file
-from pipeline.running import worker_pool
 from pipeline.running.environment import Gpu, read_machine
 from pipeline.running.shards import Shard
 from pipeline.settings.yaml_files import parse_yaml
@@ -47,7 +45,8 @@ from tests.fakes.tiny_networks import (
     write_project,
 )
 from tests.fakes.tiny_onnx import FLOAT, FLOAT16, INT64, UINT8, Side, make_weight, write_model
-from tests.integration.test_networks import Here, build, edit, evaluate, list_results, read_notes, run, say
+from tests.fakes.workers_here import start_here
+from tests.integration.test_networks import build, edit, evaluate, list_results, read_notes, run, say
 
 ADAPTER = "detector/adapter.py"
 FILE = "detector/onnx/model.onnx"
@@ -66,12 +65,7 @@ def project(tmp_path: Path) -> Path:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate without other processes, which take seconds to start."""
 
-    @contextmanager
-    def start(load: Callable[[Any], Any], order: Any, _num: int, **_texts: str) -> Iterator[Here]:
-        monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
-        yield Here()
-
-    monkeypatch.setattr(workers, "start_workers", start)
+    monkeypatch.setattr(workers, "start_workers", start_here)
 
 
 def make_product(

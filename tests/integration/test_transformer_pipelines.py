@@ -25,7 +25,7 @@ from pipeline.records.evaluations import CaseRecord, read_cases
 from tests.fakes.judging import compare_release, render_report
 from tests.fakes.tiny_transformers import write_tiny_flux, write_tiny_sd3
 from tests.fakes.tiny_vae import inflate_decoder
-from tests.integration.test_images import start_here
+from tests.fakes.workers_here import start_here
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 6
