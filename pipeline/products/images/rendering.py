@@ -6,6 +6,7 @@ processor turns NaN into black without a word: here the decoder's raw output com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tile_grid import find_stitches
 from pipeline.numerics.tiling import blend_tiles
 from pipeline.products.images.denoisers import DENOISERS, Denoiser, find_denoiser, read_latent_size
-from pipeline.products.images.folders import list_absent, open_pipeline, read_index
+from pipeline.products.images.folders import iterate_weights, list_absent, open_pipeline, read_index
+from pipeline.records.digests import digest_bytes
 from pipeline.records.serving import PipelineServing, Tiling
 from pipeline.running.gpu_failures import describe_gpu_failure
 
@@ -114,22 +116,50 @@ def _follow_pipeline(vae: Any, denoiser: Denoiser) -> None:
 def _check_complete(folder: Path, pipe: Any) -> None:
     """Refuse a component that lacks a tensor: the libraries would fill it with random numbers, and only warn.
 
-    Tied weights are stored once; where a library renames tensors, as many are unknown as seem to be missing.
+    Tied weights are stored once; what a library renamed has the numbers of a stored tensor whose name is unknown.
     """
     for part, tensors in open_pipeline(folder).items():
-        stored = {_name_weight(name) for name in tensors}
         state = getattr(pipe, part).state_dict()
+        stored = {_name_weight(name) for name in tensors}
         held = {state[name].data_ptr() for name in stored if name in state and not state[name].is_meta}
-        missing = [
-            name
+        missing = {
+            name: tensor
             for name, tensor in state.items()
             if name not in stored and (tensor.is_meta or tensor.data_ptr() not in held)
-        ]
-        if len(missing) > sum(name not in state for name in stored):
+        }
+        unknown = {f"{part}.{name}": info.file for name, info in tensors.items() if _name_weight(name) not in state}
+        if missing and unknown:
+            files = {f"{part}/{file}" for file in unknown.values()}
+            spare = [tensor for name, tensor in iterate_weights(folder, files) if name in unknown]
+            missing = _drop_renamed(missing, spare)
+        if missing:
             raise CheckpointError(
-                f"{folder / part}: expected the tensor {missing[0]!r}, found none of "
+                f"{folder / part}: expected the tensor {next(iter(missing))!r}, found none of "
                 f"that name; {len(missing)} are missing: save the component again"
             )
+
+
+def _drop_renamed(missing: dict[str, torch.Tensor], spare: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose numbers no spare one has; each spare one stands for one, and for those tied to it."""
+    dtypes = {tensor.dtype for tensor in missing.values()}
+    left = Counter((dtype, _digest(tensor.to(dtype))) for tensor in spare for dtype in dtypes)
+    lost, held = {}, set()
+    for name, tensor in missing.items():
+        if tensor.is_meta:
+            lost[name] = tensor
+        elif tensor.data_ptr() not in held:
+            key = tensor.dtype, _digest(tensor)
+            if left[key]:
+                left[key] -= 1
+                held.add(tensor.data_ptr())
+            else:
+                lost[name] = tensor
+    return lost
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's numbers, in whatever shape."""
+    return digest_bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _name_weight(stored: str) -> str:

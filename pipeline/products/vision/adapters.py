@@ -82,8 +82,14 @@ def load_adapter(path: Path, functions: Sequence[str] = FUNCTIONS) -> Adapter:
             "docs of `pipeline/products/vision/adapters.py`"
         )
     guarded = {name: _guard(path, name, getattr(module, name, None)) for name in FUNCTIONS}
-    takes_size = _SIZE in inspect.signature(module.postprocess).parameters
-    return Adapter(path=path, digest=digest_bytes(source), takes_size=takes_size, **guarded)
+    return Adapter(path=path, digest=digest_bytes(source), takes_size=_takes_size(module.postprocess), **guarded)
+
+
+def _takes_size(function: Callable[..., Any]) -> bool:
+    try:
+        return _SIZE in inspect.signature(function).parameters
+    except ValueError:  # compiled code may not tell its parameters
+        return False
 
 
 def format_adapter_error(error: BaseException, path: Path) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.products.images import quantize, rendering
 from pipeline.products.images.denoiser_checks import check_denoiser
 from pipeline.products.images.denoisers import DENOISERS, find_denoiser
-from pipeline.products.images.folders import list_absent, open_pipeline, read_part, read_shape
+from pipeline.products.images.folders import find_weights, list_absent, open_pipeline, read_part, read_shape
 from pipeline.products.images.linear_layers import list_stored_matrices
 from pipeline.products.images.rendering import Prompt, count_cut_tokens, decode_latents, load_pipeline, make_latents
 from pipeline.products.images.settings import ImagesProduct, find_image_problems
@@ -150,6 +151,64 @@ def rewrite(path: str, **changes: Any) -> Callable[[Path], None]:
         (folder / path).write_text(json.dumps(config | changes))
 
     return damage
+
+
+Tensors = dict[str, torch.Tensor]
+POSITIONS = {"text_model.embeddings.position_ids": torch.arange(16)[None]}  # older files have it, and nothing reads it
+
+
+def as_on_the_hub(tensors: Tensors) -> Tensors:
+    """Name a CLIP's tensors as in files of before transformers 5."""
+    return {f"text_model.{name}": tensor for name, tensor in tensors.items()} | POSITIONS
+
+
+def as_of_a_wrapper(tensors: Tensors) -> Tensors:
+    return {f"module.{name}": tensor for name, tensor in tensors.items()}
+
+
+def without(name: str, tensors: Tensors) -> Tensors:
+    return {own: tensor for own, tensor in tensors.items() if not own.endswith(name)}
+
+
+def rewrite_weights(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    path = find_weights(folder)
+    tensors = {name: tensor.clone() for name, tensor in change(load_file(path)).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("small_flux")
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("text_encoder", as_on_the_hub),
+        ("text_encoder_2", lambda tensors: tensors | {"encoder.embed_tokens.weight": tensors["shared.weight"]}),
+    ],
+)
+def test_names_that_a_library_knows_draw_the_same(
+    folders: dict[str, Path], tmp_path: Path, part: str, change: Callable[[Tensors], Tensors]
+) -> None:
+    folder = Path(shutil.copytree(folders["flux"], tmp_path / "flux"))
+    rewrite_weights(folder / part, change)
+    drawn = [make_latents(load_pipeline(one, PLAIN), [Prompt(TEXT, 7)], PLAIN) for one in (folders["flux"], folder)]
+    assert torch.equal(drawn[0].values, drawn[1].values)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("transformer", as_of_a_wrapper),
+        ("text_encoder", as_of_a_wrapper),
+        ("text_encoder", lambda tensors: without("layers.1.mlp.fc1.weight", as_on_the_hub(tensors))),
+    ],
+)
+def test_as_many_unknown_tensors_are_no_excuse_for_missing_ones(
+    folders: dict[str, Path], tmp_path: Path, part: str, change: Callable[[Tensors], Tensors]
+) -> None:
+    """A library fills what it does not find with random numbers, whatever else lies there."""
+    folder = Path(shutil.copytree(folders["flux"], tmp_path / "flux"))
+    rewrite_weights(folder / part, change)
+    with pytest.raises(CheckpointError, match=f"/{part}: expected the tensor '.*', found none of that name; "):
+        load_pipeline(folder, PLAIN)
 
 
 NONE = [None, None]

@@ -52,6 +52,19 @@ def test_dataclasses_and_annotations_work_as_in_any_module(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("def postprocess(outputs, config, size):\n    pass\n", True),
+        ("def postprocess(outputs, config):\n    pass\n", False),
+        ("postprocess = max\n", False),  # as compiled code, it tells no parameters
+    ],
+)
+def test_the_size_is_given_where_it_is_a_parameter(tmp_path: Path, text: str, takes: bool) -> None:
+    path = write(tmp_path, PLAIN[: PLAIN.index("def postprocess")] + text)
+    assert load_adapter(path).takes_size == takes
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (
