@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 import stages.evaluate
-from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving import sending
 from pipeline.records.verdicts import Verdict
 from stages.cli import run_stage
 from tests.certify.fault_project import (
@@ -113,7 +113,7 @@ class Table:
         base = self.folder / "undisturbed"
         write_models(base / "models")
         write_evalsets(base / "evalsets")
-        self._stack.enter_context(mock.patch.object(client_module, "BASE_BACKOFF_S", 0.001))
+        self._stack.enter_context(mock.patch.object(sending, "BASE_BACKOFF_S", 0.001))
         self.proxy = self._stack.enter_context(FaultyProxy(self._stack.enter_context(serve(base))))
         write_project(base, self.proxy.url, {"checkpoint": "models/tiny", "steps": []} | served_at(self.proxy.url))
         for name in ("reference", "there"):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError
-from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving import sending
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving.readiness import PROBE_TOKENS
 from pipeline.products.text.settings import (
@@ -331,7 +331,7 @@ def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:
 
 
 def test_a_host_that_drops_connections_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(sending, "CONNECT_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
         for _ in range(4):  # nobody accepts them, and then the system drops what else comes
             connection = waiting.enter_context(socket.socket())
@@ -408,7 +408,7 @@ NONSENSE = {
 def test_nonsense_is_shown_as_it_came(
     endpoint: Endpoint, path: str, content: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    monkeypatch.setattr(sending, "BASE_BACKOFF_S", 0.001)
     endpoint.answers[path] = 200, content
     line = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
     assert said in line
@@ -416,7 +416,7 @@ def test_nonsense_is_shown_as_it_came(
 
 
 def test_a_port_that_speaks_another_language_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    monkeypatch.setattr(sending, "BASE_BACKOFF_S", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:

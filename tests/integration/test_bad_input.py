@@ -31,7 +31,7 @@ import stages.optimize
 import stages.release
 import stages.track
 from pipeline.products.params import load_params
-from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving import sending
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import write_text
 from pipeline.records.likeness import Likeness
@@ -68,7 +68,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(40)]})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    monkeypatch.setattr(sending, "BASE_BACKOFF_S", 0.001)
     return tmp_path
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
-from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving import sending
 from pipeline.products.text.serving.answers import find_ignored, read_scores
 from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
 
@@ -144,7 +144,7 @@ def test_server_error_then_success() -> None:
     reply, waits = ask(server)
     assert reply.text == "yes"
     assert len(server.bodies) == 3
-    assert 0 < waits[0] <= client_module.BASE_BACKOFF_S < waits[1] * 2  # grows
+    assert 0 < waits[0] <= sending.BASE_BACKOFF_S < waits[1] * 2  # grows
 
 
 def test_a_server_that_limits_the_rate_is_asked_until_all_have_had_their_turn() -> None:
@@ -219,8 +219,8 @@ def test_tries_are_bounded() -> None:
     server = FakeServer(answer(500, {"detail": "boom"}))
     error, waits = ask(server)
     assert not isinstance(error, RequestError)
-    assert f"tried {client_module.MAX_TRIES} times" in str(error) and "boom" in str(error)
-    assert len(server.bodies) == client_module.MAX_TRIES
+    assert f"tried {sending.MAX_TRIES} times" in str(error) and "boom" in str(error)
+    assert len(server.bodies) == sending.MAX_TRIES
 
 
 def test_a_hanging_server_costs_two_timeouts() -> None:
@@ -228,7 +228,7 @@ def test_a_hanging_server_costs_two_timeouts() -> None:
     start = time.monotonic()
     error, _ = ask(server, timeout_s=0.2)
     assert "no answer within 0.2 s" in str(error)
-    assert len(server.bodies) == client_module.MAX_TIMEOUTS
+    assert len(server.bodies) == sending.MAX_TIMEOUTS
     assert time.monotonic() - start < 2
 
 

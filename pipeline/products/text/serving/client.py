@@ -2,26 +2,21 @@
 
 Speaks the OpenAI API (chats, and plain prompts) and vLLM's way of scoring given tokens. Always greedy, always with an
 explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
-its prefix stays cached there. Waits when a server says Retry-After, repeats a request that may succeed later (one that
-is told 429 for as long as others are answered), and never repeats a refused one.
+its prefix stays cached there.
 
-Not covered: streaming and sampling.
+Not covered: streaming and sampling; when a request is repeated (`sending`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
 from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
-from pipeline.products.text.serving.addresses import authorize
 from pipeline.products.text.serving.answers import (
     Reply,
     TokenScores,
@@ -29,22 +24,13 @@ from pipeline.products.text.serving.answers import (
     read_completion,
     read_json,
     read_models,
-    read_refusal,
     read_reply,
-    read_retry_after,
     read_scores,
     read_tokens,
 )
+from pipeline.products.text.serving.sending import MAX_TRIES, Sender
 
-MAX_TRIES = 5
-MAX_TIMEOUTS = 2  # a request that ran into the timeout twice will do so again
-BASE_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 20.0
-_JITTER = random.Random()  # its own: what else draws in this process may have set a seed
-CONNECT_TIMEOUT_S = 10.0
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
-# of 5xx, which proxies have their own of, a server means these two for good: it can't do what is asked
-_REPEATABLE = frozenset({408, 425, 429, *range(500, 600)}) - {501, 505}
 
 T = TypeVar("T")
 
@@ -55,7 +41,6 @@ class _Server:
     places: asyncio.Semaphore  # one per request in flight
     num_waiting: int = 0  # requests running or waiting for a place
     num_sessions: int = 0
-    num_answered: int = 0
     takes_lists: bool = True  # of texts in /tokenize: our extension, unknown until a server refuses it
 
 
@@ -101,26 +86,28 @@ class Client:
         self.model = model
         self.check_alive = check_alive
         self.echo = echo
-        self._headers = {"content-type": "application/json"} | authorize(api_key)
-        self._sleep = sleep
+        self._sender = Sender(
+            timeout_s=timeout_s,
+            max_tries=max_tries,
+            max_refusals=max_refusals,
+            check_alive=check_alive,
+            api_key=api_key,
+            sleep=sleep,
+        )
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[list[_ScoreCall]] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
-        self._timeout_s = timeout_s
-        self._max_tries, self._max_refusals = max_tries, max_refusals
 
     async def __aenter__(self) -> Client:
-        # `total` also ends an answer that never ends; places limit the connections
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._timeout_s, CONNECT_TIMEOUT_S))
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        await self._sender.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
-        await self._http.close()
+        await self._sender.close()
 
     async def chat(
         self,
@@ -145,8 +132,12 @@ class Client:
             EngineError: no answer after all tries, a server that is dead, or that is not the one it was.
             IgnoredFieldError: the answer is longer than was asked for, or another model's.
         """
-        body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": max_tokens}
-        body["messages"] = list(messages)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
         if tools:
             body["tools"] = list(tools)
         if return_token_ids:
@@ -328,56 +319,12 @@ class Client:
         server.num_waiting += 1
         try:
             async with server.places:
-                answer, latency = await self._try_repeatedly(server, path, method, content, decode)
+                answer, latency = await self._sender.send(method, server.url, path, content, decode)
             return read(answer, latency)
         except NonsenseError as error:
             raise EngineError(f"{server.url}{path}: {error}") from None
         finally:
             server.num_waiting -= 1
-
-    async def _try_repeatedly(
-        self, server: _Server, path: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
-    ) -> tuple[Any, float]:
-        url, problem, num_tries, num_timeouts, num_refusals = server.url + path, "", 0, 0, 0
-        num_answered = server.num_answered
-        while True:
-            wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**num_tries) * _JITTER.uniform(0.5, 1.0)
-            num_tries += 1
-            start = time.perf_counter()
-            try:
-                async with self._http.request(
-                    method, url, data=content, headers=self._headers, allow_redirects=False
-                ) as response:
-                    body = await response.read()
-                if response.status == 200:
-                    server.num_answered += 1
-                    return decode(body), time.perf_counter() - start
-                problem = f"HTTP {response.status}: {read_refusal(body)}"
-                if response.status not in _REPEATABLE:
-                    raise RequestError(f"{url}: {problem}", status=response.status)
-                wait = read_retry_after(response.headers.get("retry-after", "")) or wait
-                if response.status == 429 and server.num_answered > num_answered:  # of others: it limits their rate
-                    num_tries, num_answered = 1, server.num_answered
-            except aiohttp.ConnectionTimeoutError:
-                num_timeouts, wait = num_timeouts + 1, 0.0
-                problem = f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s"
-            except TimeoutError:
-                num_timeouts, wait = num_timeouts + 1, 0.0  # it has had its time
-                problem = f"no answer within {self._timeout_s:g} s, which is resources.request_timeout_s"
-            except aiohttp.ClientConnectorError as error:
-                num_refusals += 1
-                problem = f"no connection: {error.os_error}"
-            except aiohttp.ClientResponseError as error:
-                problem = f"expected HTTP, got {' '.join(error.message.split())[:200]}"
-            except aiohttp.ClientError as error:
-                problem = f"expected an answer, got {' '.join(str(error).split())[:200]}"
-            except NonsenseError as error:
-                problem = str(error)
-            self.check_alive()
-            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or num_tries == self._max_tries:
-                break
-            await self._sleep(wait)
-        raise EngineError(f"{url}: {problem} (tried {num_tries} times)")
 
 
 def _cut_requests(calls: Sequence[_ScoreCall]) -> Iterator[list[_ScoreCall]]:
