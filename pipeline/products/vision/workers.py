@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import EngineError, NumericsError
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase
@@ -27,8 +26,9 @@ from pipeline.products.vision.costs import measure_costs
 from pipeline.products.vision.detecting import Categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.layer_numerics import build_layer_notes, compare_layers
-from pipeline.products.vision.loading import Network, list_tensors, load_network
+from pipeline.products.vision.loading import Network, load_network
 from pipeline.products.vision.onnx_module import OnnxModule
+from pipeline.products.vision.raw_outputs import find_finite, split_pictures
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
 from pipeline.products.vision.wholes import digest_wholes, find_wholes, read_whole
@@ -256,14 +256,8 @@ def _finish(network: Network, outputs: Any, finite: Sequence[bool], pixels: NDAr
     except EngineError:
         if all(finite):
             raise
-    num, results = len(finite), []
-    for i, is_finite in enumerate(finite):
-        part = tree_map(
-            lambda leaf, i=i: (
-                leaf[i : i + 1] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num else leaf
-            ),
-            outputs,
-        )
+    results = []
+    for part, is_finite in zip(split_pictures(outputs, len(finite)), finite, strict=True):
         try:
             results.append(network.finish(part, pixels.shape[1:3])[0])
         except EngineError:
@@ -302,24 +296,6 @@ def _judge(
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
     return digest_pixels(pixels), scores, buffer.getvalue()
-
-
-def find_finite(adapter: Adapter, outputs: Any, num: int) -> list[bool]:
-    """Return which pictures have finite raw outputs only; a tensor that is not of so many pictures counts for all.
-
-    Raises:
-        EngineError: there is no tensor to look into: NaN would pass unseen.
-    """
-    if tree_leaves(outputs) and not list_tensors(outputs):
-        raise EngineError(
-            f"{adapter.path}: the module returned {type(outputs).__name__!r} without a tensor in it, "
-            "expected a tensor, or tensors in lists, tuples and dictionaries; correct its forward()"
-        )
-    finite = torch.ones(num, dtype=torch.bool)
-    for tensor in list_tensors(outputs):
-        is_finite = tensor.isfinite().cpu()
-        finite &= is_finite[:, None].flatten(1).all(1) if tensor.ndim and len(tensor) == num else is_finite.all()
-    return finite.tolist()
 
 
 def _count(results: Any) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.loading import list_tensors, to_float
-from pipeline.products.vision.workers import find_finite
+from pipeline.products.vision.raw_outputs import find_finite
 from pipeline.records.digests import digest_file
 from tests.fakes.tiny_networks import DETECTOR
 
@@ -189,6 +189,11 @@ NAN = float("nan")
         pytest.param(torch.zeros(2, 0, 4), [True, True], id="no-boxes"),
         pytest.param([torch.tensor([1, 2]), torch.tensor([True, False])], [True, True], id="no-fractions"),
         pytest.param([], [True, True], id="nothing"),
+        pytest.param([torch.tensor([[1.0], [NAN]]), torch.zeros(3, 1)], [False, True], id="boxes-of-each-picture"),
+        pytest.param(
+            [{"boxes": torch.tensor([[1.0], [NAN]])}, {"boxes": torch.zeros(2, 1)}], [False, True], id="as-torchvision"
+        ),
+        pytest.param([torch.zeros(2, 3, 6), torch.tensor([[0.0], [1], [NAN]])], [False, False], id="with-anchors"),
     ],
 )
 def test_each_picture_is_finite_by_itself(tmp_path: Path, outputs: object, expected: list[bool]) -> None:
