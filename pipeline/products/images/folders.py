@@ -56,9 +56,10 @@ def read_denoiser(folder: Path) -> Denoiser:
 
 
 def list_absent(folder: Path) -> list[str]:
-    """Name the components that a pipeline's index holds a place for, and has not."""
+    """Name the components that a pipeline's index holds a place for, and has not; of a T5 that it may lack, any."""
     index = _read_json(folder / INDEX_FILE, "a diffusers pipeline folder's index")
-    return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is None]
+    absent = [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is None]
+    return absent + [name for name in read_denoiser(folder).t5 or () if name not in index]
 
 
 def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:

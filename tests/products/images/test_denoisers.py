@@ -135,6 +135,17 @@ def test_guidance_is_an_input_of_flux_alone(folders: dict[str, Path]) -> None:
     assert torch.equal(draw("schnell", 1), draw("schnell", 9)), "why such a setting is refused"
 
 
+def test_an_index_without_a_place_for_the_t5_is_one_with_none(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Who deletes the two entries, and not just the folders, has diffusers look for them in vain."""
+    folder = shutil.copytree(folders["sd3-without-t5"], tmp_path / "sd3")
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in index.items() if k not in ("text_encoder_3", "tokenizer_3")}))
+    pipes = [load_pipeline(each, PLAIN) for each in (folder, folders["sd3-without-t5"])]
+    latents = [make_latents(pipe, [Prompt(TEXT, 7)], PLAIN).values for pipe in pipes]
+    assert torch.equal(*latents)
+
+
 @pytest.mark.parametrize(("name", "cut"), [("flux", 1003 - 512), ("sd3", 1003 - 256), ("sd3-without-t5", None)])
 def test_a_prompt_is_cut_by_what_reads_most_of_it(folders: dict[str, Path], name: str, cut: int | None) -> None:
     """Each word of the prompt is two tokens to the T5, which ends with one."""
