@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from evalsets.seal import describe, render_card, seal
+from evalsets.seal import describe, list_warnings, render_card, seal
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import CARD_FILE
 from pipeline.evalsets.cases import CASES_FILE, DetectionCase
@@ -77,7 +78,10 @@ def _write(out: Path, cases: list[DetectionCase], files: list[Path], names: dict
             }
         ),
     )
-    return describe(seal(out))
+    card = seal(out)
+    for warning in list_warnings(out, card):
+        print(f"warning: {warning}", file=sys.stderr)
+    return describe(card)
 
 
 def _group(annotations: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:

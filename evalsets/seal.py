@@ -26,13 +26,14 @@ from pipeline.evalsets.cards import (
     Card,
     CardText,
     Seal,
+    check_categories,
     compute_seal,
     load_cases,
     parse_card,
     read_card,
 )
-from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, AnswerCase
-from pipeline.evalsets.pictures import check_pictures
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, AnswerCase, DetectionCase
+from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.records.digests import digest_file
 from pipeline.records.files import read_lines, write_text
 from stages.cli import run_stage
@@ -52,6 +53,7 @@ def seal(folder: Path) -> Card:
     if written.kind in _PICTURE_KINDS:
         _write_digests(folder)
     cases = load_cases(folder, written)
+    check_categories(folder, written, cases)
     check_pictures(folder, cases)
     card = _make_yaml().load(text)
     _set_seal(card, compute_seal(folder / CASES_FILE, cases))
@@ -97,6 +99,40 @@ def warn_of_answers(path: Path, cases: Sequence[AnswerCase]) -> Iterator[str]:
             f"{path}:{differing[0]}: a question that stands above with another answer; one of both is always wrong"
             f"{_count_more(differing)}"
         )
+
+
+def warn_of_boxes(folder: Path, cases: Sequence[DetectionCase]) -> Iterator[str]:
+    """Yield that boxes reach out of their pictures, as they do where their last two numbers are right and bottom.
+
+    Args:
+        folder: of the evalset.
+        cases: all of them, a line each.
+    """
+    out = []
+    for line, case in enumerate(cases, start=1):
+        size = measure_picture(folder / case.image)
+        out += [(line, a.bbox, size) for a in case.annotations if _reaches_out(a.bbox, size)]
+    if out:
+        line, bbox, size = out[0]
+        num = sum(len(case.annotations) for case in cases)
+        yield (
+            f"{folder / CASES_FILE}:{line}: bbox {list(bbox)} reaches out of its picture of {size[0]} x {size[1]} "
+            f"pixels, as do {len(out):,} of {num:,} in all; expected left, top, width and height: where the last two "
+            "are right and bottom, convert them, or cut what is outside"
+        )
+
+
+def _reaches_out(bbox: Sequence[float], size: Sequence[int]) -> bool:
+    """Say whether a box leaves a picture by more than a rounded pixel."""
+    return any(low < -1 or low + extent > side + 1 for low, extent, side in zip(bbox[:2], bbox[2:], size, strict=True))
+
+
+def list_warnings(folder: Path, card: Card) -> list[str]:
+    """Return what a sealed evalset may have wrong though it is well formed."""
+    cases = load_cases(folder, card)
+    if card.kind == AnswerCase.card_kind:
+        return list(warn_of_answers(folder / CASES_FILE, cases))
+    return list(warn_of_boxes(folder, cases)) if card.kind == DetectionCase.card_kind else []
 
 
 def _count_more(lines: Sequence[int]) -> str:
@@ -169,9 +205,8 @@ def main(argv: list[str]) -> int:
         card = seal(folder)
     except OSError as error:
         raise EvalsetError(str(error)) from None
-    if card.kind == AnswerCase.card_kind:
-        for warning in warn_of_answers(folder / CASES_FILE, load_cases(folder, card)):
-            print(f"warning: {warning}", file=sys.stderr)
+    for warning in list_warnings(folder, card):
+        print(f"warning: {warning}", file=sys.stderr)
     print(describe(card))
     return 0
 

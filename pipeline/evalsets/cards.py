@@ -104,6 +104,17 @@ class CardText(Record):
             raise PydanticCustomError("missing", "Field required")
         return tools
 
+    @field_validator("categories")
+    @classmethod
+    def _are_of_objects(cls, categories: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        if categories and info.data.get("kind", "detection") != "detection":
+            raise PydanticCustomError(
+                "categories",
+                "expected none in a card of kind {kind}, whose cases have no objects; remove them or correct the kind",
+                {"kind": repr(info.data["kind"])},
+            )
+        return categories
+
 
 class Seal(Record):
     """What a card says about `cases.jsonl`: computed, never written by hand."""
@@ -235,6 +246,26 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
         raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file{remedy}")
     check_link(path, folder)
     return read_cases(path, card.kind)
+
+
+def check_categories(folder: Path, card: CardText, cases: Collection[Any]) -> None:
+    """Refuse an id with two names, and an annotation whose category the card does not name, where it names any.
+
+    Raises:
+        EvalsetError: with the first of them.
+    """
+    names: dict[int, str] = {}
+    for name, number in card.categories.items():
+        if (first := names.setdefault(number, name)) != name:
+            raise EvalsetError(
+                f"{folder / CARD_FILE}: categories.{name}: category {number} is {first!r} already; remove one"
+            )
+    objects = [(case.id, a.category_id) for case in cases for a in case.annotations] if names else []
+    if strangers := [(case_id, number) for case_id, number in objects if number not in names]:
+        raise EvalsetError(
+            f"{folder / CARD_FILE}: categories: {len(strangers)} annotations have a category_id that is not there, "
+            f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case"
+        )
 
 
 def _are_made(folder: Path) -> bool:

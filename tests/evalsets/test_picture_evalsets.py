@@ -18,6 +18,7 @@ from evalsets import from_coco
 from evalsets.make import panoramas, scenes
 from evalsets.make.pictures import CROP, make_scenes, name_buckets
 from evalsets.make.shipped import PICTURE_SETS
+from evalsets.seal import main as seal_main
 from evalsets.seal import seal
 from models.make.train_people import HELD_OUT, TRAIN
 from pipeline.errors import EvalsetError, NumericsError
@@ -176,6 +177,49 @@ def test_a_case_names_pictures_in_its_own_folder_only(name: str) -> None:
     with pytest.raises(ValueError, match="expected a path inside|expected no control characters"):
         DetectionCase.model_validate(case | {"image": name})
     assert DetectionCase.model_validate(case | {"image": "images/..a/b c.png"}).image == "images/..a/b c.png"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "said"),
+    [
+        (
+            "detection",
+            {"dog": 18},
+            "card.yaml: categories: 2 annotations have a category_id that is not there, first 1 of case 'c0'; add it, "
+            "or correct the case",
+        ),
+        ("detection", {"dog": 1, "hound": 1}, "card.yaml: categories.hound: category 1 is 'dog' already; remove one"),
+        (
+            "upscaling",
+            {"dog": 1},
+            "card.yaml: categories: expected none in a card of kind 'upscaling', whose cases have no objects; remove "
+            "them or correct the kind, got {'dog': 1}",
+        ),
+    ],
+)
+def test_sealing_holds_the_cases_against_the_categories_of_the_card(
+    tmp_path: Path, kind: str, names: dict[str, int], said: str
+) -> None:
+    """It said "sealed", and `make plan` refused the set."""
+    folder = write(tmp_path / "e", kind)
+    (folder / "card.yaml").write_text(json.dumps(CARD | {"kind": kind, "categories": names}), encoding="utf-8")
+    assert refusal(folder) == said
+
+
+def test_boxes_that_reach_out_of_their_picture_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As left, top, right and bottom all of them are in the picture: AP is near 0, whatever was found."""
+    boxes = [BOX | {"bbox": bbox} for bbox in ([20, 10, 35, 28], [0, 0, 40.9, 30.9], [-2, 3, 9, 9])]
+    folder = write(tmp_path / "e", "detection", annotations=boxes)
+    assert seal_main([str(folder)]) == 0
+    assert capsys.readouterr().err == (
+        f"warning: {folder}/cases.jsonl:2: bbox [20.0, 10.0, 35.0, 28.0] reaches out of its picture of 40 x 30 pixels, "
+        "as do 2 of 4 in all; expected left, top, width and height: where the last two are right and bottom, convert "
+        "them, or cut what is outside\n"
+    )
+    coco_boxes = [box | {"image_id": 7, "id": i} for i, box in enumerate(boxes)]
+    annotations, images, out = coco(tmp_path, annotations=coco_boxes, categories=[{"id": 1, "name": "dog"}])
+    from_coco.convert(annotations, images, out)
+    assert f"warning: {out}/cases.jsonl:1: bbox [20.0, 10.0, 35.0, 28.0] reaches out of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("digest", ["0" * 63, "0" * 65, "A" * 64, "g" * 64, "0" * 64 + "\n"])

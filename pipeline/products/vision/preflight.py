@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
-from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
+from pipeline.evalsets.cards import CARD_FILE, Evalset, check_categories, load_evalset
 from pipeline.evalsets.cases import CASES_FILE
 from pipeline.evalsets.checks import check_buckets, check_each_once, check_seams_are_gated, load_kind
 from pipeline.evalsets.pictures import check_pictures, measure_picture
@@ -233,7 +233,8 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
             "none, and AP is about nothing; annotate what should be found"
         )
     known = _list_categories(evalset)
-    _check_card(folder / CARD_FILE, settings, evalset)
+    _check_names(folder / CARD_FILE, settings, evalset)
+    check_categories(folder, evalset.card, evalset.cases)
     named = name_categories(settings, evalset.card.categories, known)
     for bucket in sorted((settings.all_areas.keys() | named.keys()) & set(evalset.card.buckets)):
         key, what = ("categories", "a category") if bucket in named else ("areas", "an area")
@@ -255,31 +256,13 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
             )
 
 
-def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
-    """Refuse names of categories that are no buckets, an id with two names, and an annotation of an unknown id."""
-    names = evalset.card.categories
-    for name, number in names.items():
+def _check_names(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
+    """Refuse names of categories that are no buckets."""
+    for name in evalset.card.categories:
         if name in settings.all_areas or name in AT_ONE_IOU:
             raise EvalsetError(
                 f"{path}: categories.{name}: expected another name than an area's or a threshold's; rename it"
             )
-        if (first := next(other for other, same in names.items() if same == number)) != name:
-            raise EvalsetError(f"{path}: categories.{name}: category {number} is {first!r} already; remove one")
-    strangers = (
-        [
-            (case.id, a.category_id)
-            for case in evalset.cases
-            for a in case.annotations
-            if a.category_id not in names.values()
-        ]
-        if names
-        else []
-    )
-    if strangers:
-        raise EvalsetError(
-            f"{path}: categories: {len(strangers)} annotations have a category_id that is not there, "
-            f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case"
-        )
 
 
 def _check_functions(where: str, path: Path, tree: ast.Module, functions: Sequence[str]) -> None:
