@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.files import write_text
+from pipeline.running.journal import drop_finished
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     folder = product.build / OUTPUT
     folder.mkdir(parents=True, exist_ok=True)
+    drop_finished(product.build)  # DVC has recorded the evaluations that this stage depends on
     for line in KINDS[product.kind].benchmark(product, root=Path(), build=product.build):
         print(line)
     if any(folder.glob("*.json")):

@@ -19,7 +19,8 @@ from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import Facts, fingerprint
 from pipeline.records.record_files import write_record
-from pipeline.running.journal import Journal, lock_candidate
+from pipeline.running.journal import Journal, lock_candidate, put_aside, take_back
+from pipeline.running.progress import is_step
 from pipeline.running.shards import find_shards
 from pipeline.settings.base import Eval
 
@@ -33,6 +34,7 @@ class WorkingFolder:
         self._candidate = candidate
         self._target = build / "evaluations" / candidate.name
         self._journals = build / "journal" / candidate.name
+        take_back(self._journals)
         self._shards = find_shards(build, candidate.name)
         self.path = self._target.with_name(f".{candidate.name}.new")
         shutil.rmtree(self.path, ignore_errors=True)
@@ -76,7 +78,10 @@ class WorkingFolder:
         )
 
     def finish(self, files: dict[str, EvalFile], facts: Facts, *, proof: str) -> Evaluation:
-        """Write the index, put the folder in its place, and drop the journals."""
+        """Write the index, put the folder in its place, and drop the journals; in a step they are put aside.
+
+        The result of a step is recorded after it, by DVC or by prefetch. Killed until then, it is made again.
+        """
         evaluation = Evaluation(
             candidate=self._candidate.name,
             fingerprint=fingerprint(facts),
@@ -90,6 +95,8 @@ class WorkingFolder:
         )
         write_record(self.path / "evaluation.json", evaluation)
         replace_folder(self.path, self._target)
+        if is_step(f"evaluate@{self._candidate.name}"):
+            put_aside(self._journals)
         shutil.rmtree(self._journals, ignore_errors=True)
         if self._shards:
             self._shards.remove()

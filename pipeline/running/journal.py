@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,10 +26,33 @@ from pydantic import ValidationError
 from pipeline.errors import JournalError
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.files import replace_folder
 from pipeline.records.record_files import first_problem
 from pipeline.running.lock_holders import name_holder
 
 SYNC_EVERY = 64  # cases between syncs to disk
+
+
+_FINISHED = ".{}.done"  # beside a candidate's folder of journals: of an evaluation that is whole
+
+
+def put_aside(journals: Path) -> None:
+    """Keep a candidate's journals though its evaluation is whole: until that is recorded, DVC may remove it."""
+    if journals.is_dir():
+        replace_folder(journals, journals.with_name(_FINISHED.format(journals.name)))
+
+
+def take_back(journals: Path) -> None:
+    """Put journals that were put aside in their place again, unless a later run has left some there."""
+    finished = journals.with_name(_FINISHED.format(journals.name))
+    if finished.is_dir() and not journals.exists():
+        finished.rename(journals)
+
+
+def drop_finished(build: Path) -> None:
+    """Remove the journals of a product's evaluations that are whole and recorded."""
+    for finished in (build / "journal").glob(_FINISHED.format("*")):
+        shutil.rmtree(finished, ignore_errors=True)
 
 
 @contextlib.contextmanager

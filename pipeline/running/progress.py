@@ -56,6 +56,11 @@ def begin_step(name: str) -> None:
     tell(Fact(name))
 
 
+def is_step(name: str) -> bool:
+    """Say whether this process carries out a step, for DVC or for prefetch."""
+    return os.environ.get(STEP) == name
+
+
 def tell_taken(name: str) -> None:
     """Say that the whole result of a step was made ahead, and is taken over."""
     tell(Fact(name, is_taken=True))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipeline.errors import JournalError
 
-# beside a result: what is made before it takes the last one's place, and the last one
-_BESIDE = (".{}.new", ".{}.tmp", ".{}.old")
+# beside a result: what is made before it takes the last one's place, the last one, and journals of a whole one
+_BESIDE = (".{}.new", ".{}.tmp", ".{}.old", ".{}.done")
 
 
 def check_evaluation_folders(build: Path, candidate: str) -> None:

@@ -55,6 +55,8 @@ from pipeline.records.digests import digest_file, digest_pixels
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.records.record_files import write_record
 from pipeline.report.terminal import render_gate
+from pipeline.running.journal import drop_finished
+from pipeline.running.progress import STEP
 from pipeline.running.shards import Shard
 from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
@@ -245,6 +247,28 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
     resumed = list_results(project, product, "squares")
     evaluate(project, product, "squares")
     assert list_results(project, product, "squares") == resumed
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_that_was_not_recorded_yet_is_not_run_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before DVC had recorded it, DVC removes the folder and runs the stage again; the journal was gone."""
+    calls = project / "calls.txt"
+    edit(
+        project, DETECTOR_FILE, "\n    cell = config", f"\n    open({str(calls)!r}, 'a').write('.')\n    cell = config"
+    )
+    product = make_detector()
+    monkeypatch.setenv(STEP, "evaluate@squares")
+    run(project, product, "squares")
+    first, num_calls = list_results(project, product, "squares"), len(calls.read_text())
+    for num in (0, num_calls):
+        shutil.rmtree(project / product.build / "evaluations/squares")
+        calls.write_text("")
+        evaluate(project, product, "squares")
+        assert list_results(project, product, "squares") == first and len(calls.read_text()) == num
+        drop_finished(project / product.build)  # as stage benchmark does
+    assert not list((project / product.build / "journal").glob("*squares*/*"))
 
 
 def swap_weights(root: Path) -> None:
