@@ -84,8 +84,13 @@ def _check_guidance(product: ImagesProduct, name: str, folder: Path) -> None:
     takes_guidance = denoiser.takes_guidance(read_part_config(folder, denoiser.part))
     for where, guidance in _list_guidance(product, name):
         if guidance.rescale and denoiser.guidance != "rescaled":
+            how = "whose U-Net takes guidance as an input" if denoiser.part == "unet" else "which rescales no guidance"
             raise SettingsError(
-                f"{where}.rescale: expected 0, as {folder} is a {kind}, which rescales no guidance, got "
+                f"{where}.rescale: expected 0, as {folder} is a {kind}, {how}, got {guidance.rescale:g}; remove it"
+            )
+        if guidance.rescale and guidance.scale == 1:
+            raise SettingsError(
+                f"{where}.rescale: expected 0 beside a scale of 1, which is no guidance that could be rescaled, got "
                 f"{guidance.rescale:g}; remove it"
             )
         if guidance.scale != 1 and not takes_guidance:

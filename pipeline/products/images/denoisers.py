@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Part = Literal["unet", "transformer"]
+GUIDANCE_WIDTH = "time_cond_proj_dim"  # of the config of a U-Net that was distilled to take guidance as an input
 _CLIPS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
@@ -40,7 +41,7 @@ class Denoiser:
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """Say whether a guidance scale changes anything, by the denoiser's config."""
-        return self.guidance != "input" or bool(config.get("guidance_embeds"))
+        return self.guidance != "input" or bool(config.get("guidance_embeds") or config.get(GUIDANCE_WIDTH))
 
     def build_options(self, guidance: Mapping[str, float]) -> dict[str, Any]:
         """Return the arguments of a call that not every class of pipeline knows.

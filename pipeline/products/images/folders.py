@@ -7,12 +7,12 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.images.denoisers import DENOISERS, Denoiser
+from pipeline.products.images.denoisers import DENOISERS, GUIDANCE_WIDTH, Denoiser
 from pipeline.products.images.schedulers import SCHEDULER_CONFIG, check_scheduler
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.weight_files import TensorInfo, read_header, read_shards
@@ -51,8 +51,11 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def read_denoiser(folder: Path) -> Denoiser:
-    """Return how diffusers runs what denoises in a pipeline folder."""
-    return DENOISERS[read_index(folder)["_class_name"]]
+    """Return how diffusers runs what denoises in a pipeline folder; a U-Net may be distilled to take guidance."""
+    denoiser = DENOISERS[read_index(folder)["_class_name"]]
+    if denoiser.part == "unet" and read_part_config(folder, "unet").get(GUIDANCE_WIDTH) is not None:
+        return replace(denoiser, guidance="input")
+    return denoiser
 
 
 def list_absent(folder: Path) -> list[str]:

@@ -360,6 +360,26 @@ def test_a_step_of_a_transformer_is_refused_of_a_unet() -> None:
             check_denoiser(product, "changed", ROOT)
 
 
+def test_a_unet_that_takes_guidance_as_an_input_rescales_none(tmp_path: Path) -> None:
+    """diffusers makes no second pass then: a rescale changed nothing, and the ratio was 1 whatever was drawn."""
+    folder = Path(shutil.copytree(ROOT / "models/product-shots", tmp_path / "lcm"))
+    rewrite("unet/config.json", time_cond_proj_dim=32)(folder)
+    product = make_product(folder, [{"kind": "guidance", "scale": 5, "rescale": 0.5}])
+    check_denoiser(product, "plain", ROOT)
+    with pytest.raises(SettingsError, match=f"{AT}.rescale: expected 0, as .*, whose U-Net takes guidance as an input"):
+        check_denoiser(product, "changed", ROOT)
+    gate = product.gate.model_dump()
+    gate["tolerances"] |= {"shots/guided_std_ratio": {"overall": 0.1}}
+    with pytest.raises(SettingsError, match="shots/guided_std_ratio: expected no limit of it"):
+        check_denoiser(ImagesProduct.model_validate(product.model_dump() | {"gate": gate}), "plain", ROOT)
+
+
+def test_no_guidance_is_not_rescaled() -> None:
+    product = make_product(ROOT / "models/product-shots", [{"kind": "guidance", "scale": 1, "rescale": 0.5}])
+    with pytest.raises(SettingsError, match=f"{AT}.rescale: expected 0 beside a scale of 1, which is no guidance"):
+        check_denoiser(product, "changed", ROOT)
+
+
 def test_a_format_beside_quantize_is_refused(folders: dict[str, Path]) -> None:
     precision = {"kind": "transformer_precision", "dtype": "bfloat16"}
     product = make_product(folders["flux"], [{"kind": "quantize", "part": "transformer", "scheme": INT8}, precision])
