@@ -43,8 +43,8 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
     try:
         data = json.loads(annotations.read_text(encoding="utf-8"))
         listed, boxes = data["images"], _group(data["annotations"])
-        names = {category["name"]: category["id"] for category in data.get("categories", [])}
         cases = [_make_case(image, boxes.get(image["id"], []), images) for image in listed]
+        names = _name_categories(annotations, data.get("categories", []), cases)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EvalsetError(f"{annotations}: expected COCO's annotations, got {type(error).__name__}: {error}") from None
     left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
@@ -82,6 +82,25 @@ def _write(out: Path, cases: list[DetectionCase], files: list[Path], names: dict
     for warning in list_warnings(out, card):
         print(f"warning: {warning}", file=sys.stderr)
     return describe(card)
+
+
+def _name_categories(file: Path, listed: list[dict[str, Any]], cases: list[DetectionCase]) -> dict[str, int]:
+    """Return name -> id of the categories that a file lists; none where it lists none."""
+    names: dict[str, int] = {}
+    for category in listed:
+        name, number = category["name"], category["id"]
+        if (first := names.setdefault(name, number)) != number:
+            raise EvalsetError(
+                f"{file}: categories: expected a name of its own for each, got {name!r} for {first} and {number}; "
+                "rename one"
+            )
+    found = {a.category_id for case in cases for a in case.annotations}
+    if names and (strangers := sorted(found - {*names.values()})):
+        raise EvalsetError(
+            f"{file}: categories: expected those of all annotations, found none with id {strangers[0]} "
+            f"({len(strangers)} are missing); add them"
+        )
+    return names
 
 
 def _group(annotations: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:

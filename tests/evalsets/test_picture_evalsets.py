@@ -499,6 +499,14 @@ def test_cocos_annotations_become_an_evalset(tmp_path: Path, capsys: pytest.Capt
         ({"images": [{"id": "a/b", "file_name": "one.png"}]}, "image with id a/b: id: expected letters, "),
         ({"images": [{"file_name": "one.png"}]}, "FILE: expected COCO's annotations, got KeyError: 'id'"),
         ({"images": 3}, "FILE: expected COCO's annotations, got TypeError: "),
+        (
+            {"categories": [{"id": 18, "name": "dog"}, {"id": 19, "name": "dog"}]},
+            "FILE: categories: expected a name of its own for each, got 'dog' for 18 and 19; rename one",
+        ),
+        (
+            {"categories": [{"id": 17, "name": "cat"}]},
+            "FILE: categories: expected those of all annotations, found none with id 18 (1 are missing); add them",
+        ),
         ({"annotations": [{"image_id": 7, "bbox": []}]}, "FILE: expected COCO's annotations, got IndexError: "),
         ({"annotations": [{"image_id": 7, "bbox": [1, 2, 3, 4]}]}, "image with id 7: annotations.0.category_id: "),
     ],
