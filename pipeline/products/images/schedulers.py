@@ -17,10 +17,11 @@ from typing import Any
 from pipeline.errors import CheckpointError, SettingsError, suggest
 
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+_NOISE_SEED = "noise_sampler_seed"  # of a scheduler that draws noise of its own, by no generator
 
 
 def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a scheduler that diffusers does not have, and an option that none of its schedulers has.
+    """Refuse a scheduler that diffusers does not have or whose noise no seed decides, and an option that none has.
 
     Raises:
         CheckpointError: names the file, the option and the nearest one.
@@ -38,6 +39,11 @@ def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
                 f"{path}: {option}: expected an option of {name}, which would ignore this one; "
                 f"{suggest(option, options) or 'remove it'}"
             )
+    if _NOISE_SEED in options and config.get(_NOISE_SEED) is None:
+        raise CheckpointError(
+            f"{path}: {_NOISE_SEED}: expected a number, as {name} draws noise that no seed of a prompt decides, got "
+            "None; set it, or save the pipeline with another scheduler"
+        )
 
 
 def check_thresholding(path: Path) -> None:

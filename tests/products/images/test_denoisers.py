@@ -261,6 +261,18 @@ def test_a_folder_that_can_not_be_run_is_told_before_any_work(
     assert str(caught.value).startswith(str(folder)) and "\n" not in str(caught.value)
 
 
+def test_noise_that_no_seed_decides_is_refused(tmp_path: Path) -> None:
+    """Each run drew other pictures, and a candidate that changed nothing failed by its likeness."""
+    folder = Path(shutil.copytree(ROOT / "models/product-shots", tmp_path / "sde"))
+    name = "DPMSolverSDEScheduler"
+    rewrite("model_index.json", scheduler=["diffusers", name])(folder)
+    rewrite("scheduler/scheduler_config.json", _class_name=name, noise_sampler_seed=None)(folder)
+    with pytest.raises(CheckpointError, match=f"noise_sampler_seed: expected a number, as {name} draws noise that no"):
+        open_pipeline(folder)
+    rewrite("scheduler/scheduler_config.json", noise_sampler_seed=7)(folder)
+    open_pipeline(folder)
+
+
 def make_product(folder: Path, steps: list[dict[str, Any]], **guidance: float) -> ImagesProduct:
     shots = load_params(ROOT / "params.yaml").products["shots"]
     candidates = {
