@@ -183,6 +183,8 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
             f"expected numbers as {definition.score!r} on the candidate's side, found none in any case; it has "
             f"numbers as {', '.join(theirs.scores) or 'nothing'}"
         )
+    if definition is not None and definition.estimator == "proportion":
+        problem = problem or _find_graded(definition, ours, theirs)
     if definition is None or problem:
         problem = problem or (
             "a tolerance is set, and the reference has no such score; it has "
@@ -211,6 +213,22 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
                 findings.add_note(str(error))
             else:
                 findings.refusals.append(str(error))
+
+
+def _find_graded(definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> str | None:
+    """Say which score of a candidate is no 0 or 1, where those of the reference alone made the metric a rate."""
+    key = definition.score
+    graded, other = (
+        next((record for record in side.records if record.scores.get(key, 0.0) not in (0.0, 1.0)), None)
+        for side in (theirs, ours)
+    )
+    if graded is None or other is not None or definition.name != key:  # a rate of quantgate's own is never graded
+        return None
+    return (
+        f"case {graded.case_id!r}: expected {key!r} to be 0 or 1, got { {key: graded.scores[key]} } on the candidate's "
+        f"side; all of the reference's are: where they are graded, say `--better {key}=higher` (or lower) and "
+        "--tolerance in their own unit"
+    )
 
 
 def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> None:
