@@ -22,7 +22,7 @@ from pipeline.gate.measure import estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.tolerance_checks import check_loss_can_show
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
-from pipeline.gate.wording import format_harm, format_tolerance
+from pipeline.gate.wording import format_harm, format_num, format_tolerance
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
@@ -249,8 +249,13 @@ def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes
     harm = m.harm + math.fsum(more) / (m.n + len(more))
     if m.harm <= m.tolerance < harm:
         where = m.metric if m.bucket is None else f"{m.metric} [{m.bucket}]"
+        left_out = format_num(
+            len(more),
+            "case was left out, as it asks what another asks, and with it",
+            "cases were left out, as they ask what others ask, and with them",
+        )
         raise EvidenceError(
-            f"{where}: {len(more):,} cases were left out, as they ask what others ask, and with them the loss is "
+            f"{where}: {left_out} the loss is "
             f"{format_harm(m.metric, harm)}, tolerated {format_tolerance(m.metric, m.tolerance)}: equal questions "
             "would lose alike; let the prompt say what tells them apart, or ask each once"
         )
