@@ -300,3 +300,11 @@ def test_a_graded_score_beside_one_of_0_and_1_is_told_what_to_say(
     told = ("--better", f"{metric}=higher", "--tolerance", "0.05")
     code, text = run("compare", reference, candidate, *told, capsys=capsys)
     assert code == 0 and "PASS" in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_scores_too_large_to_add_are_refused_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two lines of numpy's stood above the verdict."""
+    sides = [write_outcomes(tmp_path / name, [score] * 200) for name, score in (("a.csv", 1e308), ("b.csv", -1e308))]
+    code, text = run("compare", *sides, "--better", "score=higher", "--tolerance", "0.2", capsys=capsys)
+    assert code == 30 and "expected finite numbers, got scores too large to compute with" in text
