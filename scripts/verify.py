@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.gate.loosening import MANIFEST  # noqa: E402
-from pipeline.gate.wording import show_unprintable  # noqa: E402
+from pipeline.gate.wording import format_num, show_unprintable  # noqa: E402
 from pipeline.records.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
         sys.exit(f"verify: {error}")
     for line in found.notes + [f"DIFFERS  {problem}" for problem in found.problems]:
         print(show_unprintable(line))
-    print(f"{given.bundle}: " + (f"{len(found.problems)} problems" if found.problems else "verified"))
+    said = format_num(len(found.problems), "problem", "problems") if found.problems else "verified"
+    print(f"{given.bundle}: {said}")
     return 1 if found.problems else 0
 
 

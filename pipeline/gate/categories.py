@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.verdicts import WATCHED_METRIC
+from pipeline.gate.wording import format_num
 from pipeline.records.detections import UNKNOWN
 from pipeline.settings.base import Tolerance
 
@@ -45,10 +46,8 @@ def name_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, 
     if not few:
         return None
     listed = ", ".join(few[:_MAX_NAMED]) + (" ..." if len(few) > _MAX_NAMED else "")
-    return (
-        f"{eval_name}: {len(few)} categories are not judged, as fewer than {MIN_CATEGORY_CLUSTERS} clusters hold "
-        f"them: {listed}"
-    )
+    hold = f"not judged, as fewer than {MIN_CATEGORY_CLUSTERS} clusters hold"
+    return f"{eval_name}: {format_num(len(few), f'category is {hold} it', f'categories are {hold} them')}: {listed}"
 
 
 def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> dict[str, int]:

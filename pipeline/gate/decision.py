@@ -32,7 +32,15 @@ from pipeline.gate.outlook import is_too_close
 from pipeline.gate.statistics import Tail, holm
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_decisive, is_proven
-from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance, format_value
+from pipeline.gate.wording import (
+    definition_of,
+    format_count,
+    format_harm,
+    format_num,
+    format_p,
+    format_tolerance,
+    format_value,
+)
 from pipeline.records.verdicts import Comparison, JudgedTier
 
 Floats = NDArray[np.float64]
@@ -174,8 +182,8 @@ def _decide(
     seen = f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), not proven"
     if m.effective_clusters < MIN_CLUSTERS:
         return "inconclusive", (
-            f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
-            f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed"
+            f"{seen}: its {format_num(m.num_clusters, 'cluster weighs', 'clusters weigh')} as much as "
+            f"{m.effective_clusters:.0f} of equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed"
         )
     return "inconclusive", (
         f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {_describe_outlook(m, m.tolerance)}"

@@ -27,6 +27,7 @@ from pipeline.gate.outlook import cases_to_bound
 from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
 from pipeline.gate.statistics import sign_flip_tail, tail_at
+from pipeline.gate.table_cache import keep_by_table
 from pipeline.gate.wording import format_value, name_metric
 from pipeline.numerics.average_precision import average_precision, mean_over_classes
 from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
@@ -36,8 +37,6 @@ from pipeline.settings.metrics import AREAS, MetricDefinition
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-_NUM_KEPT = 1024  # tables: of a reference and a dozen candidates with 80 categories
 
 
 def list_object_buckets(table: MatchTable, definition: MetricDefinition) -> list[str]:
@@ -217,7 +216,7 @@ def _pick(values: Floats, definition: MetricDefinition, area: int) -> Floats:
     return np.asarray(chosen[..., int(np.abs(IOU_THRESHOLDS - definition.iou).argmin())])
 
 
-@lru_cache(maxsize=_NUM_KEPT)  # what is made of a table is found again by the very object
+@keep_by_table  # what is made of a table is found again by the very object
 def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -> MatchTable:
     if bucket in table.categories:
         return _pick_class(table, table.categories[bucket])
@@ -226,12 +225,12 @@ def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -
     return replace(table.at(np.array(positions, dtype=np.int64)), categories={})  # it is a bucket, and has none
 
 
-@lru_cache(maxsize=_NUM_KEPT)
+@keep_by_table
 def _pick_class(table: MatchTable, number: int) -> MatchTable:
     return table.of_class(number)
 
 
-@lru_cache(maxsize=_NUM_KEPT)  # the reference's are every candidate's, and all metrics read them; 320 KB each
+@keep_by_table
 def _resample(table: MatchTable, clusters: tuple[int, ...]) -> Floats:
     """Return AP [resamples, areas, thresholds]; that of a table with buckets by class is made of theirs."""
     if not table.categories:

@@ -233,7 +233,7 @@ def measure_metric(
 def _check_room(reference: Scores, candidate: Scores, tolerance: float, *, where: str) -> None:
     with np.errstate(over="ignore"):
         scores = np.concatenate([side.values / side.weights for side in (reference, candidate)])
-    room = find_room(scores, reference.value(), reference.definition.better)
+        room = find_room(scores, reference.value(), reference.definition.better)
     if room <= tolerance:
         raise EvidenceError(
             f"{where}: the reference has {reference.value():.4g} and both sides' scores lie between "

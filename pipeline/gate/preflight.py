@@ -1,6 +1,6 @@
 """Checks of what is asked of the gate, before any model runs: it can be proven, and was not loosened in silence.
 
-Nor is a stage of dvc.yaml frozen, whose results DVC would keep whatever is asked.
+Nor is a stage of dvc.yaml frozen (`check_stages`), whose results DVC would keep whatever is asked.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import check_own_cases
@@ -18,7 +18,8 @@ from pipeline.gate.plan import check_plan
 from pipeline.gate.suite_sizes import load_evalsets, plan_product
 from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
-from pipeline.settings.base import Product
+from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.settings.yaml_files import read_yaml
 
 
 def check_gates(
@@ -35,10 +36,9 @@ def check_gates(
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
-            last release, or a stage is frozen.
+            last release.
     """
     warnings = list[str]()
-    _check_frozen(root / "dvc.yaml")
     for product in products:
         evalsets = load_evalsets(product, root)
         cases = {name: evalset.digest for name, evalset in evalsets.items()}
@@ -71,10 +71,26 @@ def check_cases(product: Product, cases: Mapping[str, str], root: Path, *, weigh
     check_loosening(policy, root, material={})  # reasons of what is known after the evaluation alone
 
 
-def _check_frozen(path: Path) -> None:
-    """Refuse a stage that DVC never runs, so that results of other settings would be judged."""
-    stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else {}
-    frozen = [name for name, stage in stages.items() if stage.get("do", stage).get("frozen")]
+def check_stages(path: Path) -> None:
+    """Refuse a stage that DVC never runs, so that results of other settings would be judged.
+
+    Args:
+        path: of dvc.yaml; nothing is refused where there is none.
+
+    Raises:
+        SettingsError: a stage is frozen, or the file holds no stages.
+    """
+    if not path.is_file():
+        return
+    try:
+        stages = read_yaml(path)["stages"]
+        frozen = [name for name, stage in stages.items() if stage.get("do", stage).get("frozen")]
+    except YAMLError as error:
+        raise SettingsError(f"{path}: not YAML: {describe_yaml_error(error)}") from None
+    except (TypeError, KeyError, AttributeError):
+        raise SettingsError(
+            f"{path}: expected `stages`, each with its settings, got something else; `dvc stage list` says where"
+        ) from None
     if frozen:
         raise SettingsError(
             f"{path}: stages.{frozen[0]}.frozen: expected a stage that runs when it is out of date, "

@@ -117,6 +117,11 @@ def format_count(count: int) -> str:
     return f"about {round(count / scale) * scale:,}"
 
 
+def format_num(num: int, one: str, many: str) -> str:
+    """Write a number with the words for one or for many: "1 layer", "2,000 layers"."""
+    return f"{num:,} {one if num == 1 else many}"
+
+
 def name_metric(metric: str, bucket: str | None) -> str:
     """Name a metric with its bucket: "workflows/task_completion_rate [steps/5-8]"."""
     return metric + (f" [{bucket}]" if bucket else "")

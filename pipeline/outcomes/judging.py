@@ -22,7 +22,7 @@ from pipeline.gate.measure import estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.tolerance_checks import check_loss_can_show
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
-from pipeline.gate.wording import format_harm, format_tolerance
+from pipeline.gate.wording import format_harm, format_num, format_tolerance
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
@@ -183,6 +183,8 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
             f"expected numbers as {definition.score!r} on the candidate's side, found none in any case; it has "
             f"numbers as {', '.join(theirs.scores) or 'nothing'}"
         )
+    if definition is not None and definition.estimator == "proportion":
+        problem = problem or _find_graded(definition, ours, theirs)
     if definition is None or problem:
         problem = problem or (
             "a tolerance is set, and the reference has no such score; it has "
@@ -213,6 +215,22 @@ def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Out
                 findings.refusals.append(str(error))
 
 
+def _find_graded(definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> str | None:
+    """Say which score of a candidate is no 0 or 1, where those of the reference alone made the metric a rate."""
+    key = definition.score
+    graded, other = (
+        next((record for record in side.records if record.scores.get(key, 0.0) not in (0.0, 1.0)), None)
+        for side in (theirs, ours)
+    )
+    if graded is None or other is not None or definition.name != key:  # a rate of quantgate's own is never graded
+        return None
+    return (
+        f"case {graded.case_id!r}: expected {key!r} to be 0 or 1, got { {key: graded.scores[key]} } on the candidate's "
+        f"side; all of the reference's are: where they are graded, say `--better {key}=higher` (or lower) and "
+        "--tolerance in their own unit"
+    )
+
+
 def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes, theirs: Outcomes) -> None:
     """Refuse a metric or bucket that lost more than is tolerated by all its cases, and not by those that are counted.
 
@@ -231,8 +249,13 @@ def _check_left_out(m: Measurement, definition: MetricDefinition, ours: Outcomes
     harm = m.harm + math.fsum(more) / (m.n + len(more))
     if m.harm <= m.tolerance < harm:
         where = m.metric if m.bucket is None else f"{m.metric} [{m.bucket}]"
+        left_out = format_num(
+            len(more),
+            "case was left out, as it asks what another asks, and with it",
+            "cases were left out, as they ask what others ask, and with them",
+        )
         raise EvidenceError(
-            f"{where}: {len(more):,} cases were left out, as they ask what others ask, and with them the loss is "
+            f"{where}: {left_out} the loss is "
             f"{format_harm(m.metric, harm)}, tolerated {format_tolerance(m.metric, m.tolerance)}: equal questions "
             "would lose alike; let the prompt say what tells them apart, or ask each once"
         )

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
+from pipeline.gate.wording import format_num
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.questions import Question, identify_prompt, join_clusters
 from pipeline.outcomes.registry import Side
@@ -119,7 +120,13 @@ def _format_shared(parts: Sequence[Outcomes]) -> str | None:
     """Say how many clusters that a field names are in more than one eval."""
     counts = Counter(cluster for part in parts for cluster in {record.cluster for record in part.records})
     num = sum(count > 1 for count in counts.values())
-    return f"{num:,} clusters have one name in several evals and are one each; else name them apart" if num else None
+    if not num:
+        return None
+    return format_num(
+        num,
+        "cluster has one name in several evals and is one; else name it apart",
+        "clusters have one name in several evals and are one each; else name them apart",
+    )
 
 
 def _list_vague(records: Sequence[CaseRecord]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.gate.verdicts import Judgement
+from pipeline.gate.wording import format_num
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
 from pipeline.records.plain_text import format_line
@@ -35,7 +36,7 @@ def _describe_metrics(reference: Side, rules: Rules) -> list[str]:
     for full, definition in rules.definitions.items():
         outcomes = reference.outcomes[full.partition("/")[0]]
         clusters = len({record.cluster for record in outcomes.records})
-        sizes = f"{len(outcomes.records):,} cases"
-        sizes += f" in {clusters:,} clusters" if clusters < len(outcomes.records) else ""
+        sizes = format_num(len(outcomes.records), "case", "cases")
+        sizes += f" in {format_num(clusters, 'cluster', 'clusters')}" if clusters < len(outcomes.records) else ""
         lines.append(f"  {full}: {READERS[outcomes.format].title}, {sizes}; {definition.better} is better")
     return lines

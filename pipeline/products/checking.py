@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline.errors import SizeError
-from pipeline.gate.preflight import check_gates
+from pipeline.gate.preflight import check_gates, check_stages
 from pipeline.products import KINDS
 from pipeline.products.inputs import WARNED, WORKS, digest_references
 from pipeline.products.params import Params, list_texts
@@ -37,6 +37,7 @@ def check_products(params: Params, products: Collection[Product], machine: Machi
     make_missing(
         Path(), note=lambda line: print(f"quantgate {caller}: {line}", file=sys.stderr), named_in=list_texts(params)
     )
+    check_stages(Path("dvc.yaml"))
     warnings = list_gpu_problems(machine, prove_gpus(machine, ENV)) + list_held_gpus(machine)
     warnings += list_bytecode_problems()
     works_here = isinstance(params.execution, LocalExecution) and WORKS in os.environ

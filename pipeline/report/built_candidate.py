@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from pipeline.gate.wording import escape_markdown
+from pipeline.gate.wording import escape_markdown, format_num
 from pipeline.records.evaluations import BuiltCandidate, ShardCounts
 from pipeline.report.markdown import render_name
 
@@ -17,7 +18,8 @@ def describe_built_candidate(candidate: BuiltCandidate) -> str:
         total = sum(layer.num_bytes for layer in candidate.coverage)
         asked = [layer for layer in candidate.coverage if layer.asked]
         formats = sorted({layer.format for layer in asked})
-        counts = [f"{sum(layer.format == f for layer in asked)} layers {escape_markdown(f)}" for f in formats]
+        numbers = Counter(layer.format for layer in asked)
+        counts = [f"{format_num(numbers[f], 'layer', 'layers')} {escape_markdown(f)}" for f in formats]
         counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
         sentences.append(
             f"Coverage: {', '.join(counts)}; the former hold "
@@ -31,8 +33,9 @@ def describe_shards(shards: ShardCounts) -> str:
     """Say how an evaluation came together, and how often a part of it had to be begun again."""
     ended = f", {shards.num_unfinished} of which did not end" if shards.num_unfinished else ""
     return (
-        f"Evaluated in {shards.num_shards} shards on {shards.num_hosts} host{'s' if shards.num_hosts > 1 else ''}, in "
-        f"{shards.num_attempts} attempts{ended}."
+        f"Evaluated in {format_num(shards.num_shards, 'shard', 'shards')} on "
+        f"{format_num(shards.num_hosts, 'host', 'hosts')}, in "
+        f"{format_num(shards.num_attempts, 'attempt', 'attempts')}{ended}."
     )
 
 

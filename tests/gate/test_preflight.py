@@ -10,7 +10,7 @@ import pytest
 
 from evalsets.seal import seal
 from pipeline.errors import SettingsError
-from pipeline.gate.preflight import check_gates
+from pipeline.gate.preflight import check_gates, check_stages
 from pipeline.products.params import load_params
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import Manifest
@@ -24,14 +24,33 @@ def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path: Path) -> No
     path = tmp_path / "dvc.yaml"
     for text in (STAGES.format("", ""), STAGES.format("      frozen: false\n", "")):
         path.write_text(text)
-        assert check_gates([], tmp_path) == []
+        check_stages(path)
     for text, name in (
         (STAGES.format("      frozen: true\n", ""), "evaluate"),
         (STAGES.format("", "    frozen: true\n"), "compare"),
     ):
         path.write_text(text)
         with pytest.raises(SettingsError, match=rf"dvc.yaml: stages.{name}.frozen: expected a stage that runs when"):
-            check_gates([], tmp_path)
+            check_stages(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stages: [", r"dvc\.yaml: not YAML: "),
+        ("", r"dvc\.yaml: expected `stages`, each with its settings, got something else"),
+        ("vars: []", r"dvc\.yaml: expected `stages`"),
+        ("stages:\n  env:\n", r"dvc\.yaml: expected `stages`"),
+        ("stages:\n  evaluate:\n    do:\n", r"dvc\.yaml: expected `stages`"),
+    ],
+)
+def test_stages_that_are_none_are_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    """`make plan` ended with a traceback of the parser."""
+    path = tmp_path / "dvc.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=said) as refused:
+        check_stages(path)
+    assert "\n" not in str(refused.value)
 
 
 def test_other_weights_of_the_reference_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from pipeline.gate.wording import escape_markdown, format_value, natural_key
+from pipeline.gate.wording import escape_markdown, format_num, format_value, natural_key
+from tests.fakes.outcome_tables import run, write_outcomes
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,18 @@ def test_names_are_sorted_as_people_count_and_any_name_is_sorted() -> None:
         "9" * 5_000,
     ]
     assert sorted(["s_10", "s_2", "s_02b", "s_2a"], key=natural_key) == ["s_2", "s_2a", "s_02b", "s_10"]
+
+
+def test_one_is_not_written_as_many() -> None:
+    """Reports and MLflow said "1 layers" and "1 prompts are longer"."""
+    assert [format_num(num, "prompt is", "prompts are") for num in (0, 1, 2_000)] == [
+        "0 prompts are",
+        "1 prompt is",
+        "2,000 prompts are",
+    ]
+
+
+def test_one_cluster_is_not_told_as_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [write_outcomes(tmp_path / name, [1.0] * 200, cluster=["one"] * 200) for name in ("a.csv", "b.csv")]
+    _, said = run("compare", *sides, capsys=capsys)
+    assert "200 cases in 1 cluster; " in said and "its 1 cluster weighs as much as 1 of equal size" in said

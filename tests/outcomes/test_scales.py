@@ -284,3 +284,27 @@ def test_right_choices_are_set_against_those_of_guessing(
     expected = f"the reference is right in 84 of 300 cases and guessing in {guessed}, so a loss"
     assert expected in said if guessed else "guessing" not in said
     assert code == (30 if guessed else 0), said
+
+
+@pytest.mark.parametrize("metric", ["score", "outcomes/score"])
+def test_a_graded_score_beside_one_of_0_and_1_is_told_what_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str
+) -> None:
+    """The refusal said "expected 0 or 1", of neither side and with nothing to do."""
+    reference = write_outcomes(tmp_path / "a.csv", [1.0] * 200)
+    candidate = write_outcomes(tmp_path / "b.csv", [1.0] * 199 + [0.9])
+    code, text = run("compare", reference, candidate, capsys=capsys)
+    assert code == 30 and text.count("case 'c199': expected 'score' to be 0 or 1, got {'score': 0.9}") == 1
+    assert "got {'score': 0.9} on the candidate's side; all of the reference's are" in text
+    assert "say `--better score=higher` (or lower) and --tolerance" in text
+    told = ("--better", f"{metric}=higher", "--tolerance", "0.05")
+    code, text = run("compare", reference, candidate, *told, capsys=capsys)
+    assert code == 0 and "PASS" in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_scores_too_large_to_add_are_refused_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two lines of numpy's stood above the verdict."""
+    sides = [write_outcomes(tmp_path / name, [score] * 200) for name, score in (("a.csv", 1e308), ("b.csv", -1e308))]
+    code, text = run("compare", *sides, "--better", "score=higher", "--tolerance", "0.2", capsys=capsys)
+    assert code == 30 and "expected finite numbers, got scores too large to compute with" in text

@@ -51,6 +51,17 @@ def test_another_mistake_comes_before_a_machine_that_is_too_small(check: Callabl
         check(say)
 
 
+def test_a_frozen_stage_is_refused_before_any_product_is_looked_at(check: Callable[..., None]) -> None:
+    """Each product read all of dvc.yaml for it."""
+    Path("dvc.yaml").write_text("stages:\n  evaluate: {cmd: 'true', frozen: true}\n")
+
+    def say(product: Product, _: bool) -> list[str]:
+        raise SettingsError(f"{product.name} was looked at")
+
+    with pytest.raises(SettingsError, match=r"dvc\.yaml: stages\.evaluate\.frozen: expected"):
+        check(say)
+
+
 def test_a_machine_that_is_too_small_is_told_behind_all_warnings(
     check: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement, is_decisive
-from pipeline.gate.wording import escape_markdown, is_rate
+from pipeline.gate.wording import escape_markdown, format_num, is_rate
 from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.reasons import ReasonKind
@@ -238,7 +238,7 @@ def list_params(
     if candidate is None:
         return described
     checkpoint = candidate.checkpoint
-    fallbacks = f", {len(candidate.fallbacks)} fallbacks" if candidate.fallbacks else ""
+    fallbacks = f", {format_num(len(candidate.fallbacks), 'fallback', 'fallbacks')}" if candidate.fallbacks else ""
     return described | {
         "layers": _format_coverage(candidate) + fallbacks,
         SIZE: f"{checkpoint.num_bytes / (1 << 20):.2f}",

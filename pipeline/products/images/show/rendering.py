@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.wording import escape_markdown
+from pipeline.gate.wording import escape_markdown, format_num
 from pipeline.products.images.findings.decoder import read_notes
 from pipeline.report.markdown import render_name
 from pipeline.report.sections import Block, Folded, Table
@@ -52,7 +52,8 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             lines.append(_describe_products(eval_name, ran))
         if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):
             lines.append(
-                f"{eval_name}: {cut} prompts are longer than the tokenizer's limit; what is beyond it was not drawn."
+                f"{eval_name}: {format_num(cut, 'prompt is', 'prompts are')} longer than the tokenizer's limit; what "
+                "is beyond it was not drawn."
             )
     for step in evidence.candidate.steps:
         if "quantized" in step:

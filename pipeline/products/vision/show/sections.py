@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.wording import escape_markdown
+from pipeline.gate.wording import escape_markdown, format_num
 from pipeline.numerics.tile_grid import place_tiles
 from pipeline.products.vision.findings.notes import Int8Notes, LayerNotes
 from pipeline.products.vision.findings.speed import describe_emulation, describe_limit, list_limits, read_soundly
@@ -30,7 +30,9 @@ def build_network_blocks(evidence: Evidence) -> list[Block]:
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
         what = "Policy, emulated" if has_policy(candidate) else "Stored"
-        formats = ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
+        formats = ", ".join(
+            f"{format_num(num, 'layer', 'layers')} {escape_markdown(name)}" for name, num in counts.most_common()
+        )
         blocks.append(f"{what}: {formats}.")
     if notes and notes.int8:
         blocks.append(_describe_kernels(notes.int8))
