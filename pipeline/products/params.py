@@ -33,7 +33,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db", "tests")
 _SECTIONS = ("products", "candidates", "execution")
 _OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
-_RESERVED = ("env",)  # names of folders beside those of the products
+RESERVED = ("env",)  # names of folders beside those of the products
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,17 @@ def _choose(where: str, entry: Any, key: str, known: Collection[str]) -> str:
     raise SettingsError(f"{where}.{key}: expected one of {', '.join(known)}, {came}")
 
 
-def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
-    """Return the path of a product or candidate, whose name must be fit for a folder."""
+def check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
+    """Return the path of a product or candidate, whose name must be fit for a folder.
+
+    Args:
+        where: it stands.
+        name: as YAML read it.
+        reserved: names that are taken.
+
+    Raises:
+        SettingsError: it is not fit.
+    """
     path = f"{where}.{format_key(name)}"
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
         but = "".join(f", and not {word!r}" for word in reserved)
@@ -244,7 +253,7 @@ def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str
 
 
 def _check_section(name: str, section: Any) -> None:
-    where = _check_name("products", name, reserved=_RESERVED)
+    where = check_name("products", name, reserved=RESERVED)
     _choose(where, section, "kind", KINDS)
     for key in _OWN_KEYS:
         if key in section:
@@ -252,7 +261,7 @@ def _check_section(name: str, section: Any) -> None:
 
 
 def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
-    return _choose(_check_name("candidates", name), candidate, "product", owned)
+    return _choose(check_name("candidates", name), candidate, "product", owned)
 
 
 def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any], num_workers: int) -> Product:

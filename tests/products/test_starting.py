@@ -216,6 +216,24 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(
     assert snapshot(project) == before
 
 
+@pytest.mark.parametrize("name", ["123", "null", "1e3", "2024-01-01", "2024-99-99"])
+def test_a_name_that_yaml_reads_as_no_text_is_refused(project: Path, name: str) -> None:
+    """The user was told to quote a line that was never written; quoted in the shell, the name was another one."""
+    before = snapshot(project)
+    with pytest.raises(SettingsError) as caught:
+        init_product(name, "text", "models/agent", {}, root=project)
+    said = "expected a name that is text in YAML, got a number, a date or the like; choose another, such as bot-"
+    assert str(caught.value) == f"params.yaml: products.{name}: {said}{name}"
+    assert snapshot(project) == before
+
+
+@pytest.mark.parametrize("name", ["", "..", "'bot'", "bot:", "bot #x", "{x}", "!!str 12"])
+def test_a_name_that_is_no_name_is_refused_as_one(project: Path, name: str) -> None:
+    """It was told as a release that is there, as YAML of lines that nobody wrote, or as a traceback."""
+    with pytest.raises(SettingsError, match="^params.yaml: products.*: expected a name of lower-case letters"):
+        init_product(name, "text", "models/agent", {}, root=project)
+
+
 def test_a_checkpoint_that_a_check_refuses_leaves_no_examples_behind(project: Path) -> None:
     (project / "models/agent/chat_template.jinja").write_text("{% if tools %}")
     before = snapshot(project)
