@@ -7,6 +7,7 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ def list_texts(params: Params) -> set[str]:
 def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
     """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
 
-    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say.
+    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say. A link to a
+    folder is followed where it leads to or lies in what the settings name.
 
     Args:
         params: the whole file, which lies in the current folder.
@@ -138,22 +140,27 @@ def list_project_files(params: Params, product: Product, name: str) -> list[Path
         name: of the candidate.
     """
     others = {Path(c.checkpoint) for p in params.products.values() for c in p.candidates.values()}
-    named = map(Path, list_texts(Params({product.name: product.restrict((name, product.reference))})))
+    named = {Path(text) for text in list_texts(Params({product.name: product.restrict((name, product.reference))}))}
     others -= {folder for path in named for folder in (path, *path.parents)}
     skipped = {*map(Path, _NOT_SENT), *others}
     own = product.build / "candidates" / name
-    paths = [path for path in _walk(Path(), skipped) if path.is_file()]
+    paths = _walk(Path(), skipped, named - {Path()}, (os.path.realpath("."),))
     return sorted([*paths, *(path for path in own.rglob("*") if path.is_file())])
 
 
-def _walk(folder: Path, skipped: Collection[Path]) -> Iterator[Path]:
+def _walk(folder: Path, skipped: Collection[Path], named: Collection[Path], above: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files below a folder; a link to one that holds a folder on the way here, `above`, is not followed."""
     for path in folder.iterdir():
-        if path in skipped or path.name == "__pycache__" or path.name.startswith(".") or path.is_symlink():
+        if path in skipped or path.name == "__pycache__" or path.name.startswith("."):
             continue
-        if path.is_dir():
-            yield from _walk(path, skipped)
-        else:
+        if path.is_file():
             yield path
+        elif path.is_dir() and (
+            not path.is_symlink() or any(path.is_relative_to(own) or own.is_relative_to(path) for own in named)
+        ):
+            real = os.path.realpath(path)
+            if not any(Path(one).is_relative_to(real) for one in above):
+                yield from _walk(path, skipped, named, (*above, real))
 
 
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
