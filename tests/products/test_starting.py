@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.__main__ import main
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
@@ -240,6 +241,29 @@ def test_a_checkpoint_that_a_check_refuses_leaves_no_examples_behind(project: Pa
     with pytest.raises(SettingsError, match="expected a chat template in Jinja"):
         init_product("bot", "text", "models/agent", {}, root=project)
     assert snapshot(project) == before
+
+
+def test_a_chat_template_in_another_encoding_is_one_line(project: Path) -> None:
+    """It was a traceback."""
+    (project / "models/agent/chat_template.jinja").write_bytes(b"caf\xe9")
+    before = snapshot(project)
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: expected a chat template in UTF-8: "):
+        init_product("bot", "text", "models/agent", {}, root=project)
+    assert snapshot(project) == before
+
+
+@pytest.mark.parametrize(("size", "side"), [(640, 640), (100, 320), (1_000_000, 320)])
+def test_pictures_are_of_the_size_that_config_json_names_where_it_is_one_of_pictures(
+    project: Path, size: int, side: int
+) -> None:
+    """A `size` may be another number, and pictures of that many pixels took all memory of the machine."""
+    (project / "models/people").unlink()
+    shutil.copytree(ROOT / "models/people", project / "models/people")
+    path = project / "models/people/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
+    init_product("bot", "vision", "models/people", {"task": "detection"}, root=project)
+    with Image.open(project / "evalsets/bot-pictures/images/picture-1.png") as picture:
+        assert picture.size == (side, side)
 
 
 def test_a_second_time_is_refused(
