@@ -4,7 +4,8 @@
 # Uses uv where it is on PATH and pip otherwise. torch goes first and alone, because PyPI's torch for
 # Linux brings gigabytes of CUDA libraries that a CPU run never touches:
 #   1. QUANTGATE_TORCH_INDEX, when set, is the package index to take torch from, for example
-#      https://download.pytorch.org/whl/cu130 on a GPU machine, or https://pypi.org/simple;
+#      https://download.pytorch.org/whl/cu130 on a GPU machine, or https://pypi.org/simple; that of the last
+#      time stays until another is named (an empty one ends that);
 #   2. else a torch wheel in one of pip's find-links folders is used;
 #   3. else, on Linux, PyTorch's CPU index; elsewhere the ordinary index, whose torch is CPU-only.
 # Other settings: PYTHON (the interpreter to build on) and QUANTGATE_NO_UV=1 (use pip even so).
@@ -15,9 +16,12 @@ venv=.venv
 stamp=$venv/installed.txt
 cpu_index=https://download.pytorch.org/whl/cpu
 
+# else the next command, which does not name it, would put torch for CPUs in its place
+QUANTGATE_TORCH_INDEX=${QUANTGATE_TORCH_INDEX-$(sed -n 2p $stamp 2>/dev/null || true)}
+
 wanted() { # everything the environment depends on; the folder too, as scripts in it hold its path
     pwd
-    echo "${QUANTGATE_TORCH_INDEX:-}"
+    echo "$QUANTGATE_TORCH_INDEX"
     cat requirements.txt constraints.txt scripts/setup.sh
 }
 
@@ -53,7 +57,7 @@ uv_sources() { # uv reads none of pip's settings: hand them over
 }
 
 torch_source() {
-    if [ -n "${QUANTGATE_TORCH_INDEX:-}" ]; then
+    if [ -n "$QUANTGATE_TORCH_INDEX" ]; then
         printf '%s' "--index-url $QUANTGATE_TORCH_INDEX"
         return
     fi
@@ -87,7 +91,7 @@ make_venv_and_install() { # make_venv_and_install uv|pip
     # --no-deps: PyTorch's indexes carry other versions of torch's dependencies than constraints.txt
     # shellcheck disable=SC2046,SC2086  # options are meant to be split
     if ! $install -c constraints.txt --no-deps $(torch_source) torch; then
-        [ -z "${QUANTGATE_TORCH_INDEX:-}" ] || return 1
+        [ -z "$QUANTGATE_TORCH_INDEX" ] || return 1
         say "that source has no torch for this machine; taking it from the ordinary index"
         $install -c constraints.txt $sources torch || return 1
     fi

@@ -173,6 +173,8 @@ def read_card(folder: Path) -> str:
     path = folder / CARD_FILE
     try:
         return read_bounded(path).decode()
+    except NotADirectoryError:
+        raise EvalsetError(f"{folder}: expected an evalset folder, got a file; name the folder that it is in") from None
     except FileNotFoundError:
         raise EvalsetError(
             f"{path}: expected an evalset card, found no file; write one with {', '.join(_WRITTEN)}, "

@@ -7,6 +7,7 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are the kind
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _NOT_SENT = ("build", "reports", "release", "mlartifacts", "mlruns", "mlflow.db", "tests")
 _SECTIONS = ("products", "candidates", "execution")
 _OWN_KEYS = ("name", "candidates")  # of a product, which do not stand in its section
-_RESERVED = ("env",)  # names of folders beside those of the products
+RESERVED = ("env",)  # names of folders beside those of the products
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def list_texts(params: Params) -> set[str]:
 def list_project_files(params: Params, product: Product, name: str) -> list[Path]:
     """List the files that a node needs to make and evaluate a candidate: all but results and other checkpoints.
 
-    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say.
+    A checkpoint of another candidate is needed where this one names it, or a file in it: as its draft, say. A link to a
+    folder is followed where it leads to or lies in what the settings name.
 
     Args:
         params: the whole file, which lies in the current folder.
@@ -138,22 +140,27 @@ def list_project_files(params: Params, product: Product, name: str) -> list[Path
         name: of the candidate.
     """
     others = {Path(c.checkpoint) for p in params.products.values() for c in p.candidates.values()}
-    named = map(Path, list_texts(Params({product.name: product.restrict((name, product.reference))})))
+    named = {Path(text) for text in list_texts(Params({product.name: product.restrict((name, product.reference))}))}
     others -= {folder for path in named for folder in (path, *path.parents)}
     skipped = {*map(Path, _NOT_SENT), *others}
     own = product.build / "candidates" / name
-    paths = [path for path in _walk(Path(), skipped) if path.is_file()]
+    paths = _walk(Path(), skipped, named - {Path()}, (os.path.realpath("."),))
     return sorted([*paths, *(path for path in own.rglob("*") if path.is_file())])
 
 
-def _walk(folder: Path, skipped: Collection[Path]) -> Iterator[Path]:
+def _walk(folder: Path, skipped: Collection[Path], named: Collection[Path], above: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files below a folder; a link to one that holds a folder on the way here, `above`, is not followed."""
     for path in folder.iterdir():
-        if path in skipped or path.name == "__pycache__" or path.name.startswith(".") or path.is_symlink():
+        if path in skipped or path.name == "__pycache__" or path.name.startswith("."):
             continue
-        if path.is_dir():
-            yield from _walk(path, skipped)
-        else:
+        if path.is_file():
             yield path
+        elif path.is_dir() and (
+            not path.is_symlink() or any(path.is_relative_to(own) or own.is_relative_to(path) for own in named)
+        ):
+            real = os.path.realpath(path)
+            if not any(Path(one).is_relative_to(real) for one in above):
+                yield from _walk(path, skipped, named, (*above, real))
 
 
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
@@ -230,8 +237,17 @@ def _choose(where: str, entry: Any, key: str, known: Collection[str]) -> str:
     raise SettingsError(f"{where}.{key}: expected one of {', '.join(known)}, {came}")
 
 
-def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
-    """Return the path of a product or candidate, whose name must be fit for a folder."""
+def check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str:
+    """Return the path of a product or candidate, whose name must be fit for a folder.
+
+    Args:
+        where: it stands.
+        name: as YAML read it.
+        reserved: names that are taken.
+
+    Raises:
+        SettingsError: it is not fit.
+    """
     path = f"{where}.{format_key(name)}"
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
         but = "".join(f", and not {word!r}" for word in reserved)
@@ -244,7 +260,7 @@ def _check_name(where: str, name: Any, *, reserved: Collection[str] = ()) -> str
 
 
 def _check_section(name: str, section: Any) -> None:
-    where = _check_name("products", name, reserved=_RESERVED)
+    where = check_name("products", name, reserved=RESERVED)
     _choose(where, section, "kind", KINDS)
     for key in _OWN_KEYS:
         if key in section:
@@ -252,7 +268,7 @@ def _check_section(name: str, section: Any) -> None:
 
 
 def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
-    return _choose(_check_name("candidates", name), candidate, "product", owned)
+    return _choose(check_name("candidates", name), candidate, "product", owned)
 
 
 def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any], num_workers: int) -> Product:

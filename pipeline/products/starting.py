@@ -21,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 from pipeline.errors import SettingsError, SizeError
 from pipeline.product import Start
 from pipeline.products import KINDS
-from pipeline.products.params import PARAMS, Params, parse_params, read_settings
+from pipeline.products.params import PARAMS, RESERVED, Params, check_name, parse_params, read_settings
 from pipeline.records.files import replace_whole, write_text
 from pipeline.running.environment import read_machine
 from pipeline.running.stage_code import list_stages
@@ -136,7 +136,13 @@ def _check_places(kind: str, checkpoint: str, options: Mapping[str, str]) -> Non
 
 
 def _check_name(name: str, params: Params, root: Path) -> None:
-    """Refuse a name that is taken; a wrong one is refused as params.yaml is read."""
+    """Refuse a name that is not fit, that YAML would read as something else, or that is taken."""
+    where = check_name(f"{PARAMS}: products", name, reserved=RESERVED)
+    if not _is_text(name):
+        raise SettingsError(
+            f"{where}: expected a name that is text in YAML, got a number, a date or the like; choose another, such as "
+            f"bot-{name}"
+        )
     owners = {own: product.name for product in params.products.values() for own in product.candidates}
     if name in params.products:
         raise SettingsError(
@@ -147,6 +153,13 @@ def _check_name(name: str, params: Params, root: Path) -> None:
         raise SettingsError(f"candidates.{name}: expected a new name, {owners[name]!r} has it already; choose another")
     if (root / RELEASE / name).exists():
         raise SettingsError(f"{RELEASE / name}: expected no release of a new product; choose another name")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return isinstance(parse_yaml(name), str)
+    except YAMLError:  # a date that is none
+        return False
 
 
 def _check_new(start: Start, root: Path) -> None:

@@ -118,6 +118,13 @@ def test_sealing_twice_changes_nothing(tmp_path: Path, name: str) -> None:
     assert (folder / "card.yaml").read_text(encoding="utf-8") == card
 
 
+def test_the_file_of_cases_in_place_of_its_folder_is_said(tmp_path: Path) -> None:
+    """It was the system's word alone: not a directory."""
+    (tmp_path / "cases.jsonl").write_text("")
+    with pytest.raises(EvalsetError, match=r"cases\.jsonl: expected an evalset folder, got a file; name the folder"):
+        seal(tmp_path / "cases.jsonl")
+
+
 def test_what_can_not_be_sealed_is_said_and_the_card_stays(tmp_path: Path) -> None:
     broken = json.dumps(CASES[0]) + '\n{"id": "n9", "cluster": "c"}\n'
     assert refusal(write(tmp_path / "a", cases=broken)).startswith("cases.jsonl:2: text: expected this key, found none")

@@ -739,6 +739,31 @@ def test_a_node_is_sent_the_draft_of_a_candidate_though_it_is_one_of_its_own(mon
     assert drafts["fast"] == drafts["small"] != [] == drafts["agent"]
 
 
+def test_a_node_is_sent_what_links_hold_that_settings_name_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A checkpoint, an evalset or pictures on another disk were left out: each replica ended for the lack of them."""
+    project, disk = tmp_path / "project", tmp_path / "disk"
+    for name in ("weights/config.json", "pictures/one.png", "archive/huge.bin", "blob", "tasks/card.yaml"):
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_text("data")
+    for path, place in (
+        ("models/agent", "weights"),
+        ("evalsets/prose/images", "pictures"),
+        ("evalsets/prose/cases.jsonl", "blob"),  # as the cache of DVC and that of the hub link files
+        ("evalsets/prose/images/again", "pictures"),
+        ("evalsets/choices", "tasks"),
+        ("archive", "archive"),
+    ):
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).symlink_to(disk / place)
+    params = parse_params(read_settings(ROOT / "params.yaml"))
+    monkeypatch.chdir(project)
+    sent = {path.as_posix() for path in list_project_files(params, params.products["agent"], "agent")}
+    wanted = {"models/agent/config.json", "evalsets/prose/images/one.png", "evalsets/prose/cases.jsonl"}
+    assert sent == wanted | {"evalsets/choices/card.yaml"}
+
+
 def test_a_candidate_that_is_not_built_is_said_here_and_starts_no_replica(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.__main__ import main
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
@@ -216,12 +217,53 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(
     assert snapshot(project) == before
 
 
+@pytest.mark.parametrize("name", ["123", "null", "1e3", "2024-01-01", "2024-99-99"])
+def test_a_name_that_yaml_reads_as_no_text_is_refused(project: Path, name: str) -> None:
+    """The user was told to quote a line that was never written; quoted in the shell, the name was another one."""
+    before = snapshot(project)
+    with pytest.raises(SettingsError) as caught:
+        init_product(name, "text", "models/agent", {}, root=project)
+    said = "expected a name that is text in YAML, got a number, a date or the like; choose another, such as bot-"
+    assert str(caught.value) == f"params.yaml: products.{name}: {said}{name}"
+    assert snapshot(project) == before
+
+
+@pytest.mark.parametrize("name", ["", "..", "'bot'", "bot:", "bot #x", "{x}", "!!str 12"])
+def test_a_name_that_is_no_name_is_refused_as_one(project: Path, name: str) -> None:
+    """It was told as a release that is there, as YAML of lines that nobody wrote, or as a traceback."""
+    with pytest.raises(SettingsError, match="^params.yaml: products.*: expected a name of lower-case letters"):
+        init_product(name, "text", "models/agent", {}, root=project)
+
+
 def test_a_checkpoint_that_a_check_refuses_leaves_no_examples_behind(project: Path) -> None:
     (project / "models/agent/chat_template.jinja").write_text("{% if tools %}")
     before = snapshot(project)
     with pytest.raises(SettingsError, match="expected a chat template in Jinja"):
         init_product("bot", "text", "models/agent", {}, root=project)
     assert snapshot(project) == before
+
+
+def test_a_chat_template_in_another_encoding_is_one_line(project: Path) -> None:
+    """It was a traceback."""
+    (project / "models/agent/chat_template.jinja").write_bytes(b"caf\xe9")
+    before = snapshot(project)
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: expected a chat template in UTF-8: "):
+        init_product("bot", "text", "models/agent", {}, root=project)
+    assert snapshot(project) == before
+
+
+@pytest.mark.parametrize(("size", "side"), [(640, 640), (100, 320), (1_000_000, 320)])
+def test_pictures_are_of_the_size_that_config_json_names_where_it_is_one_of_pictures(
+    project: Path, size: int, side: int
+) -> None:
+    """A `size` may be another number, and pictures of that many pixels took all memory of the machine."""
+    (project / "models/people").unlink()
+    shutil.copytree(ROOT / "models/people", project / "models/people")
+    path = project / "models/people/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
+    init_product("bot", "vision", "models/people", {"task": "detection"}, root=project)
+    with Image.open(project / "evalsets/bot-pictures/images/picture-1.png") as picture:
+        assert picture.size == (side, side)
 
 
 def test_a_second_time_is_refused(

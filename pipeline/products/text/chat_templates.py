@@ -45,7 +45,7 @@ def check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
     import jinja2
 
     grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    for where, text in _read_chat_templates(folder, tokenizer):
+    for where, text in read_chat_templates(folder, tokenizer):
         try:
             # line breaks inside a tag are kept, so that the error's line is the file's
             grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
@@ -56,8 +56,12 @@ def check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
             ) from None
 
 
-def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield where each template is and its text; transformers reads the first of the two places that has one."""
+def read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield where each template is and its text; transformers reads the first of the two places that has one.
+
+    Raises:
+        CheckpointError: there is none, or it is no text.
+    """
     path = folder / TEMPLATE_FILE
     if path.is_file():
         try:

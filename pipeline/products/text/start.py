@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.errors import QuantizationError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
+from pipeline.products.text.chat_templates import holds_chat_template, read_chat_templates
 from pipeline.products.text.checkpoints import layer_shapes, open_checkpoint
 from pipeline.products.text.model_config import find_positions, read_config, read_json
 from pipeline.products.text.optimize.layers import GROUP_SIZES, plan_folder
@@ -168,16 +169,12 @@ def _choose_examples(name: str, folder: Path) -> list[_Example]:
     """Return the evals that a model can be asked: by its chat template, and by the tokens that it has."""
     path = folder / "tokenizer_config.json"
     tokenizer = read_json(path) if path.is_file() else {}
-    template = _read_template(folder, tokenizer)
-    examples = [_build_calls(name, knows_tools="tools" in template) if template else _build_choices(name)]
+    templates = [text for _, text in read_chat_templates(folder, tokenizer)] if holds_chat_template(folder) else []
+    knows_tools = any("tools" in text for text in templates)
+    examples = [_build_calls(name, knows_tools=knows_tools) if any(templates) else _build_choices(name)]
     if tokenizer.get("bos_token") or tokenizer.get("eos_token"):  # perplexity puts one before each text
         examples.append(_build_documents(name))
     return examples
-
-
-def _read_template(folder: Path, tokenizer: dict[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    return path.read_text(encoding="utf-8") if path.is_file() else str(tokenizer.get("chat_template") or "")
 
 
 def _build_documents(name: str) -> _Example:

@@ -51,7 +51,7 @@ _TOLERANCES = {
     "detection": {"ap": 0.02, "ap_small": 0.03, "ap_medium": 0.03, "ap_large": 0.03, "finite_output_rate": 0.16},
     "upscaling": {"psnr_db": 0.1, "ssim": 0.005, "finite_output_rate": 0.16},
 }
-_SIDE, _LEAST_SIDE = 320, 256  # pixels
+_SIDE, _SIDES = 320, range(256, 4097)  # pixels; a `size` in config.json beyond them may be of something else
 _BOXES = ((16, 16, 16, 16), (48, 48, 64, 64), (120, 120, 112, 112))  # small, medium and large, as COCO has it
 
 
@@ -74,7 +74,7 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
     folder = Path("evalsets") / f"{name}-pictures"
     path = find_onnx(root / checkpoint)
     side = read_config(root / checkpoint).get("size") if path is None else _read_side(path)
-    side = side if isinstance(side, int) and side >= _LEAST_SIDE else _SIDE
+    side = side if isinstance(side, int) and side in _SIDES else _SIDE
     section = _SECTION.format(
         name=name,
         candidate=f"{name}-bf16" if path is None else f"{name}-again",
