@@ -173,8 +173,8 @@ def test_what_a_proxy_says_of_a_busy_server_is_asked_again(status: int) -> None:
     assert (reply.text, len(waits)) == ("yes", 1)
 
 
-@pytest.mark.parametrize("finish_reason", ["abort", "error"])
-def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str) -> None:
+@pytest.mark.parametrize("finish_reason", ["abort", "error", "content_filter", None])
+def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str | None) -> None:
     (choice,) = CHAT["choices"]
     error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [choice | {"finish_reason": finish_reason}]})))
     assert isinstance(error, EngineError) and not isinstance(error, RequestError)
