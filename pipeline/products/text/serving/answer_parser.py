@@ -19,9 +19,11 @@ class AnswerParser(ResponseParser):
 
     _start = 0  # of the current region in what was read, its opening included
 
-    def __init__(self, template: dict[str, Any], tokenizer: Any, prompt: list[int]) -> None:
+    def __init__(
+        self, template: dict[str, Any], tokenizer: Any, prompt: list[int], tools: list[dict[str, Any]]
+    ) -> None:
         self._marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        super().__init__(template, prefix=tokenizer.decode(prompt))
+        super().__init__(template, prefix=tokenizer.decode(prompt), tools=tools)
 
     def read(self, text: str) -> list[Any]:
         """Return text, thoughts and calls of a whole answer, whose special tokens the text still has."""
@@ -41,6 +43,8 @@ class AnswerParser(ResponseParser):
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         written, num_events = self._buffer[self._start : self._pos], len(events)
         try:
+            if self._opened and self._current == "tool_calls":
+                _check_closed(self._spec.fields["tool_calls"].close_re, written)
             super()._close_current(events)
             _check_calls(response_events_to_chunks(events[num_events:]))
         except Exception:  # of whatever type: a model may write anything
@@ -55,17 +59,24 @@ class AnswerParser(ResponseParser):
         self._start = self._pos
 
 
-def build_parser(tokenizer: Any, model: Any, prompt: Any) -> AnswerParser | None:
+def build_parser(tokenizer: Any, model: Any, prompt: Any, tools: list[dict[str, Any]]) -> AnswerParser | None:
     """Return the parser of the answer to a prompt; None where answers are text.
 
     Args:
         tokenizer: may have a template of its own.
         model: its type may have one.
         prompt: token ids, a list or int64 [1, n].
+        tools: of the request; arguments in tags, which are all text, get the types of their schemas.
     """
     template = get_response_template(tokenizer, model)
     ids = prompt if isinstance(prompt, list) else prompt[0].tolist()
-    return None if template is None else AnswerParser(template, tokenizer, ids)
+    return None if template is None else AnswerParser(template, tokenizer, ids, tools)
+
+
+def _check_closed(close: Any, written: str) -> None:
+    """Raise where a call was cut: of one in tags the library would make one with the arguments that were there."""
+    if close is not None and not close.search(written):
+        raise ValueError("the answer ended within a call")
 
 
 def _check_calls(items: list[Any]) -> None:

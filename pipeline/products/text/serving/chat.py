@@ -209,7 +209,8 @@ class _ChatHandler(ChatCompletionHandler):
     # ----- our own -----
 
     def _build_parser(self, inputs: Any) -> AnswerParser | None:
-        return build_parser(self._loaded.tokenizer, self._generation.parsed_type, inputs["input_ids"])
+        generation = self._generation
+        return build_parser(generation.loaded.tokenizer, generation.parsed_type, inputs["input_ids"], self._asked.tools)
 
     def _set_room(self, inputs: Any, config: Any) -> None:
         num_prompt = _count_tokens(inputs["input_ids"])
