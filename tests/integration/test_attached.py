@@ -183,6 +183,38 @@ def test_a_server_that_is_busy_for_a_moment_is_the_same_server(endpoint: Endpoin
     assert facts[0]["engine"] == {"model_config.dtype": "torch.bfloat16"} and facts[0] == facts[1]
 
 
+@pytest.mark.parametrize("path", ["/version", "/server_info?config_format=json"])
+def test_a_server_that_is_away_while_its_facts_are_asked_is_not_one_without_facts(
+    endpoint: Endpoint, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "BASE_BACKOFF_S", 0.001)
+    endpoint.answers["/version"] = 200, {"version": "0.32.0"}
+    endpoint.answers["/server_info?config_format=json"] = 200, {}
+
+    def answer(asked: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if asked == path:
+            endpoint.answers["/v1/models"] = endpoint.answers[path] = 503, {"detail": "starting"}
+        return own(asked, body)
+
+    own = endpoint.answer
+    monkeypatch.setattr(endpoint, "answer", answer)
+    server = Server(("127.0.0.1", 0), make_handler(answer))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    said = attach(f"http://127.0.0.1:{server.server_port}", {"calls": CALLS})
+    server.shutdown()
+    server.server_close()
+    assert said.endswith("/v1/models: HTTP 503: starting (tried 3 times); expected the server that was there before")
+
+
+def test_a_gateway_that_fails_at_paths_it_does_not_know_has_no_facts(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "BASE_BACKOFF_S", 0.001)
+    for path in ("/v1/fingerprint", "/version"):
+        endpoint.answers[path] = 502, {"detail": "no such route"}
+    assert attach(endpoint.url, {"calls": CALLS}) == ""
+
+
 def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -> None:
     refusal = {"error": {"message": "echo is not supported"}}
     endpoint.answers["/v1/completions"] = 400, refusal

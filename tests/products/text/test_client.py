@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
 from pipeline.products.text.serving import sending
 from pipeline.products.text.serving.answers import find_ignored, read_scores
-from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, Client
+from pipeline.products.text.serving.client import MAX_SCORE_TOKENS, MAX_TEXT_CHARS, Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 CHAT: dict[str, Any] = {
@@ -173,8 +173,8 @@ def test_what_a_proxy_says_of_a_busy_server_is_asked_again(status: int) -> None:
     assert (reply.text, len(waits)) == ("yes", 1)
 
 
-@pytest.mark.parametrize("finish_reason", ["abort", "error"])
-def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str) -> None:
+@pytest.mark.parametrize("finish_reason", ["abort", "error", "content_filter", None])
+def test_an_answer_that_the_server_broke_off_is_not_the_models(finish_reason: str | None) -> None:
     (choice,) = CHAT["choices"]
     error, _ = ask(FakeServer(answer(200, CHAT | {"choices": [choice | {"finish_reason": finish_reason}]})))
     assert isinstance(error, EngineError) and not isinstance(error, RequestError)
@@ -377,6 +377,23 @@ def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:
             return len(await client.score([[1, 2]], top_logprobs=2))
 
     assert asyncio.run(run()) == 1
+
+
+def test_many_texts_are_tokenised_by_several_requests() -> None:
+    """100 MB of documents in one request kept a server from answering anybody until it timed out."""
+    texts = [str(i) * 100_000 for i in range(10)] + ["9" * 2_000_000, "", "8"]
+
+    async def count(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await answer(200, {"tokens": [[len(text)] for text in body["prompt"]]})(body, writer)
+
+    async def run() -> None:
+        async with FakeServer(count) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            assert await client.tokenize(texts) == [[len(text)] for text in texts]
+            sizes = [sum(map(len, body["prompt"])) for body in server.bodies]
+            assert max(sizes) == 2_000_000 and sorted(sizes)[-2] <= MAX_TEXT_CHARS and len(sizes) <= 5
+            assert await client.tokenize([]) == []
+
+    asyncio.run(run())
 
 
 def test_a_tokenizer_that_takes_one_text_at_a_time_is_remembered() -> None:

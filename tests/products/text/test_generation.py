@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,3 +256,30 @@ def test_answers_to_a_task_must_carry_the_counts_of_their_drafts(num_counted: in
     )
     problems = check_speculation(evidence)
     assert len(problems) == (said is not None) and all(str(said) in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_a_tasks_limit_counts_by_each_of_its_names(name: str) -> None:
+    """All but the first were passed over: answers went on to serving.max_tokens, and could be others."""
+    request = SimpleNamespace(task_name="t", doc={}, doc_id=3, args=("text", {name: 4}))
+    assert read_question("e", request).max_tokens == 4
+    both = SimpleNamespace(task_name="t", doc={}, doc_id=3, args=("text", {name: 4, "max_completion_tokens": 9}))
+    assert read_question("e", both).max_tokens == (9 if name == "max_completion_tokens" else 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_greedy"),
+    [
+        ({"do_sample": False, "temperature": 1}, True),  # as all tasks of longbench have it
+        ({"temperature": 0.0}, True),
+        ({"num_beams": 1}, True),
+        ({"temperature": 0.7}, False),
+        ({"do_sample": True}, False),
+        ({"do_sample": False, "num_beams": 10}, False),
+    ],
+    ids=["temperature-unused", "zero", "one-beam", "temperature", "samples", "beams"],
+)
+def test_a_task_is_greedy_as_lm_eval_has_it(options: dict[str, Any], is_greedy: bool) -> None:
+    request = SimpleNamespace(task_name="t", doc={}, doc_id=3, args=("text", options))
+    with contextlib.nullcontext() if is_greedy else pytest.raises(SettingsError, match="only greedy tasks can be"):
+        read_question("e", request)

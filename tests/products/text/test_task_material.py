@@ -279,6 +279,57 @@ def test_answers_that_another_release_judged_are_asked_again(project: Project, m
     assert len(project.endpoint.asked) == num_asked > 0
 
 
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_output_of_a_choice_in_the_question_tells_which_was_chosen(
+    project: Project, monkeypatch: pytest.MonkeyPatch, best: int
+) -> None:
+    """As in winogrande: what follows is the same for all, so that no other choice was a changed answer."""
+    write_lines(Path("data/test.jsonl"), [{"question": "Ann met Bob, as", "answer": "was here."}])
+    project.write_task(
+        dataset_path="json",
+        dataset_kwargs={"data_files": {"test": "data/test.jsonl"}},
+        doc_to_choice="{{[question + ' she', question + ' the tall he']}}",
+        doc_to_text=0,
+        doc_to_target="{{answer}}",
+    )
+    like(project, monkeypatch, lambda ids: (len(ids) > 7) == bool(best))
+    (record,) = project.run()
+    assert record.output == ["Ann met Bob, as she", "Ann met Bob, as the tall he"][best]
+    assert record.scores == {"accuracy": 1.0 - best}
+
+
+def test_the_output_of_one_scored_text_tells_whether_greedy_decoding_gives_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in lambada: it was the log-probability, whose last digits made each answer a changed one."""
+    write_lines(Path("data/test.jsonl"), [{"question": "Ann met", "answer": "Bob"}, {"question": "Ann", "answer": "x"}])
+    project.write_task(
+        dataset_path="json",
+        dataset_kwargs={"data_files": {"test": "data/test.jsonl"}},
+        output_type="loglikelihood",
+        doc_to_target=" {{answer}}",
+        doc_to_choice=None,
+    )
+    like(project, monkeypatch, lambda ids: len(ids) > 2)
+    assert [(r.output, r.scores["accuracy"]) for r in project.run()] == [("Bob", 1.0), ("(something else)", 0.0)]
+
+
+def like(project: Project, monkeypatch: pytest.MonkeyPatch, likes: Callable[[list[int]], bool]) -> None:
+    """Have the endpoint find some texts likely, and others neither that nor what greedy decoding gives."""
+
+    async def score(batch: list[list[int]], **_: Any) -> list[TokenScores]:
+        return [
+            TokenScores(
+                np.full(len(ids) - 1, -0.1 if likes(ids) else -9.0, "f4"),
+                np.full((len(ids) - 1, 1), 1 if likes(ids) else 2, "i4"),
+                np.zeros((len(ids) - 1, 1), "f4"),
+            )
+            for ids in batch
+        ]
+
+    monkeypatch.setattr(project.endpoint, "score", score)
+
+
 def test_an_answer_without_a_token_of_its_own_is_refused(project: Project) -> None:
     """It was scored as the whole text, which no other answer is as unlikely as: it was never picked."""
     write_lines(Path("data/test.jsonl"), CASES)

@@ -23,8 +23,9 @@ from pipeline.records.speculation import SpeculationCounts
 
 Content = str | list[dict[str, Any]]  # of a prompt: a text as it stands, or a conversation in OpenAI's style
 GENERATE = "generate_until"  # lm-eval's name of such requests
-# of tasks; the last ones change no greedy answer, or limit it as serving.max_tokens does
-_OPTIONS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")
+# names of a task's limit, by their precedence in lm-eval
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OPTIONS = (*_LIMITS, "until", "do_sample", "temperature", "top_p", "top_k", "num_beams")  # of tasks
 
 
 @dataclass(frozen=True)
@@ -128,21 +129,25 @@ def read_question(name: str, request: Any) -> Question:
     """Read one of lm-eval's `generate_until` requests.
 
     Raises:
-        SettingsError: the task samples, limits its answers to no number of tokens, or has a misspelt option.
+        SettingsError: the task is not greedy, limits its answers to no number of tokens, or has a misspelt option.
     """
     prompt, options = request.args
-    if options.get("do_sample") or options.get("temperature"):
+    # as in lm-eval: with do_sample false no temperature counts
+    samples = options.get("do_sample", bool(options.get("temperature")))
+    if samples or options.get("num_beams", 1) != 1:
+        verb = "samples" if samples else "searches by beams"
         raise SettingsError(
-            f"evals.{name}: the task samples ({options!r}); only greedy tasks can be compared case by case"
+            f"evals.{name}: the task {verb} ({options!r}); only greedy tasks can be compared case by case"
         )
     for key in options:
         if key not in _OPTIONS and (near := suggest(key, _OPTIONS)):
             raise SettingsError(f"evals.{name}: the task's generation_kwargs have an unknown key {key!r}; {near}")
     until = options.get("until") or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-    limit = options.get("max_gen_toks")
+    key = next((key for key in _LIMITS if options.get(key) is not None), _LIMITS[0])
+    limit = options.get(key)
     if limit is not None and not (isinstance(limit, int) and limit > 0):
-        raise SettingsError(f"evals.{name}: expected a whole number above 0 as the task's max_gen_toks, got {limit!r}")
+        raise SettingsError(f"evals.{name}: expected a whole number above 0 as the task's {key}, got {limit!r}")
     return Question(name_case(request.task_name, request.doc, request.doc_id), prompt, stops, limit)
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENDPOINT_LM = "pipeline.products.text.evals.endpoint_lm"  # imports lm-eval
+OTHER_TEXT = "(something else)"  # what greedy decoding gives is not known, when it is not the text that is scored
 # lm-eval's seeds, caches and patches are those of the process, so it works on one task after another
 _LIBRARY = ThreadPoolExecutor(1, "lm-eval")
 _SHARDS = ThreadPoolExecutor(thread_name_prefix="lm-eval-shard")  # no thread that the event loop's own work waits for
@@ -200,8 +201,14 @@ def _add_answers(context: EvalContext, samples: list[dict[str, Any]], records: l
 
 
 def _format_answer(sample: dict[str, Any]) -> str:
-    answers = sample["filtered_resps"]
-    if len(sample["arguments"]) == 1:
-        return str(answers[0])
-    best = max(range(len(answers)), key=lambda i: answers[i][0])
-    return str(sample["arguments"][best][1]).strip()
+    """Return what was generated or chosen; of one text that is scored, the text where greedy decoding gives it."""
+    answers, asked = sample["filtered_resps"], sample["arguments"]
+    if len(asked) > 1:
+        best = max(range(len(answers)), key=lambda i: answers[i][0])
+        # of choices within the question, as winogrande has them, what follows is the same
+        part = 1 if len({continuation for _, continuation in asked}) > 1 else 0
+        return str(asked[best][part]).strip()
+    if isinstance(answers[0], str):
+        return answers[0]
+    is_greedy = isinstance(answers[0], list | tuple) and answers[0][1]
+    return str(asked[0][1]).strip() if is_greedy else OTHER_TEXT

@@ -25,7 +25,8 @@ from pipeline.records.speculation import SpeculationCounts
 
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100
-_BROKEN_OFF = ("abort", "error")  # finish reasons of answers that a server ended before the model did
+# finish reasons of answers that a server ended before the model did; with none it can't be known
+_BROKEN_OFF = ("abort", "error", "content_filter", None)
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 

@@ -22,8 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBWorkerDeadError, ReasoningText, ToolCall, build_response_parser
+from transformers.cli.serving.utils import CBWorkerDeadError, ReasoningText, ToolCall
 
+from pipeline.products.text.serving.answer_parser import AnswerParser, build_parser
 from pipeline.products.text.serving.chat_template import find_problem, prepare_messages
 from pipeline.products.text.serving.cutting import CutQueue, collect
 from pipeline.products.text.serving.generation import Generation
@@ -65,7 +66,6 @@ class _ChatHandler(ChatCompletionHandler):
         self._generation, self._asked = generation, asked
         self._loaded = generation.loaded
         self._reads_calls = bool(asked.tools) and not asked.ignores_end  # text of a fixed length is no answer
-        self._generated: tuple[str, int, int] | None = None  # the answer's text, tokens of the prompt and of the answer
         self._prompt: list[int] = []
         self._tokens: list[int] = []
         self._logprobs: list[dict[str, Any]] | None = None
@@ -95,18 +95,28 @@ class _ChatHandler(ChatCompletionHandler):
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, gen_config: Any, gen_manager: Any
     ) -> Any:
         self._set_room(inputs, gen_config)
-        if not self._asked.stops:
-            parsed = self._generation.parsed_type
-            try:
-                return await super()._non_streaming(request_id, parsed, processor, model_id, inputs, gen_config, self)
-            except Exception:  # of the library's parser, whatever its type: a call that is no JSON or was cut is text
-                if self._generated is None:
-                    raise
-            text, num_prompt, num_tokens = self._generated
-            finish_reason = "length" if num_tokens >= gen_config.max_new_tokens else "stop"
-            usage = _build_usage(num_prompt, num_tokens)
-            return JSONResponse(self._build_completion(request_id, text, model_id, finish_reason, usage))
-        return await self._answer_until_stop(request_id, processor, model_id, inputs, gen_config)
+        parser = self._build_parser(inputs)
+        if self._asked.stops:
+            self.generate_streaming(model, processor, inputs, gen_config, request_id)
+            assert self._queue is not None
+            items = await collect(self._queue)
+            num_tokens, is_stopped = self._queue.total_tokens, self._queue.is_stopped
+        else:
+            text, _, tokens = await self.generate_non_streaming(model, processor, inputs, gen_config, request_id)
+            items = parser.read(processor.decode(tokens)) if parser else [text]
+            num_tokens, is_stopped = len(tokens), False
+        content = "".join(item for item in items if type(item) is str)
+        calls = [item for item in items if isinstance(item, ToolCall)]
+        completion = self._build_completion(
+            request_id,
+            content.strip() if parser else content,
+            model_id,
+            "length" if num_tokens >= gen_config.max_new_tokens and not is_stopped else "stop",
+            _build_usage(_count_tokens(inputs["input_ids"]), num_tokens),
+            [_write_call(call, f"{request_id}_tool_call_{i}") for i, call in enumerate(calls)],
+            "".join(item for item in items if isinstance(item, ReasoningText)).strip() or None,
+        )
+        return JSONResponse(completion)
 
     def _build_completion(
         self,
@@ -167,9 +177,10 @@ class _ChatHandler(ChatCompletionHandler):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[Any, Any]:
-        """Stream; what a stop string or a tool call asks for is cut out of the text."""
+        """Stream; what a stop string or a tool call asks for is cut out of the text. The parser is ours."""
+        parser = self._build_parser(inputs)
         source, streamer = self._generation.manager.generate_streaming(
-            self._loaded.model, processor, inputs, gen_config, request_id=request_id, response_parser=response_parser
+            self._loaded.model, processor, inputs, gen_config, request_id=request_id, response_parser=parser
         )
         build_pieces(streamer)
         reads_calls = self._reads_calls and self._asked.streams
@@ -193,32 +204,13 @@ class _ChatHandler(ChatCompletionHandler):
             self._tokens = [int(token) for token in tokens]
         if self._asked.num_logprobs is not None:
             self._logprobs = await self._score(self._asked.num_logprobs)
-        self._generated = text, num_prompt, len(tokens)
         return text, num_prompt, tokens
 
     # ----- our own -----
 
-    async def _answer_until_stop(
-        self, request_id: str, processor: Any, model_id: str, inputs: Any, gen_config: Any
-    ) -> Response:
-        ids, parsed = inputs["input_ids"], self._generation.parsed_type
-        parser = build_response_parser(processor, parsed, ids)
-        self.generate_streaming(parsed, processor, inputs, gen_config, request_id, parser)
-        assert self._queue is not None
-        items = await collect(self._queue)
-        num_prompt, num_tokens = _count_tokens(ids), self._queue.total_tokens
-        hit_max = num_tokens >= gen_config.max_new_tokens and not self._queue.is_stopped
-        calls = [item for item in items if isinstance(item, ToolCall)]
-        completion = self._build_completion(
-            request_id,
-            "".join(item for item in items if type(item) is str),
-            model_id,
-            "length" if hit_max else "stop",
-            _build_usage(num_prompt, num_tokens),
-            [_write_call(call, f"{request_id}_tool_call_{i}") for i, call in enumerate(calls)],
-            "".join(item for item in items if isinstance(item, ReasoningText)) or None,
-        )
-        return JSONResponse(completion)
+    def _build_parser(self, inputs: Any) -> AnswerParser | None:
+        generation = self._generation
+        return build_parser(generation.loaded.tokenizer, generation.parsed_type, inputs["input_ids"], self._asked.tools)
 
     def _set_room(self, inputs: Any, config: Any) -> None:
         num_prompt = _count_tokens(inputs["input_ids"])

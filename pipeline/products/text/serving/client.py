@@ -31,6 +31,7 @@ from pipeline.products.text.serving.answers import (
 from pipeline.products.text.serving.sending import MAX_TRIES, Sender
 
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
+MAX_TEXT_CHARS = 500_000  # in one request to tokenise; a server takes about a second, and answers nobody else meanwhile
 
 T = TypeVar("T")
 
@@ -185,7 +186,7 @@ class Client:
         if not self._workers:
             self._workers = [asyncio.create_task(self._score_forever(s)) for s in self._servers for _ in range(2)]
         calls = [_ScoreCall(tokens, top_logprobs) for tokens in batch]
-        for request in _cut_requests(calls):
+        for request in _cut_requests(calls, lambda call: len(call.tokens), MAX_SCORE_TOKENS):
             self._scores.put_nowait(request)
         try:
             return list(await asyncio.gather(*(call.done for call in calls)))
@@ -195,10 +196,16 @@ class Client:
 
     async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids that the server's own tokenizer gives for each text."""
+        ids: list[list[int]] = []
+        for some in _cut_requests(texts, len, MAX_TEXT_CHARS):
+            ids += await self._tokenize_together(some, add_special_tokens=add_special_tokens)
+        return ids
+
+    async def _tokenize_together(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         server = self._pick(None)
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
         if server.takes_lists:
-            together = {**body, "prompt": list(texts)}
+            together = {**body, "prompt": texts}
             try:
                 return await self._post(
                     server, "/tokenize", together, lambda answer, _: read_tokens(answer, len(texts))
@@ -327,16 +334,16 @@ class Client:
             server.num_waiting -= 1
 
 
-def _cut_requests(calls: Sequence[_ScoreCall]) -> Iterator[list[_ScoreCall]]:
-    """Yield the sequences of each request, in their order: at most MAX_SCORE_TOKENS tokens, or one sequence."""
-    request: list[_ScoreCall] = []
+def _cut_requests(parts: Sequence[T], measure: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the parts of each request, in their order: at most `limit` together, or one part."""
+    request: list[T] = []
     total = 0
-    for call in calls:
-        if request and total + len(call.tokens) > MAX_SCORE_TOKENS:
+    for part in parts:
+        if request and total + measure(part) > limit:
             yield request
             request, total = [], 0
-        request.append(call)
-        total += len(call.tokens)
+        request.append(part)
+        total += measure(part)
     if request:
         yield request
 

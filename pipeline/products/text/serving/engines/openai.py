@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError
 from pipeline.products.text.serving.addresses import strip_address
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
@@ -119,8 +119,14 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
 async def _get(client: Client, path: str) -> Mapping[str, Any]:
     try:
         answer = await client.get(path)
-    except EngineError:
+    except RequestError:
         return {}  # it need not offer that
+    except EngineError:
+        try:
+            await client.list_models()
+        except EngineError as error:
+            raise EngineError(f"{error}; expected the server that was there before") from None
+        return {}  # it is there, and fails at what it does not know
     return answer if isinstance(answer, dict) else {}
 
 
