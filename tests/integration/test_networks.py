@@ -200,14 +200,18 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
     assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
 
 
-def test_shards_make_the_results_of_one_run(project: Path) -> None:
+def test_shards_make_the_results_of_one_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards run in a process of their own, and what they are compared with does not."""
     product, folder = make_detector(), project / "build/detector"
-    run(project, product, "squares")
+    with monkeypatch.context() as context:
+        context.setattr(workers, "start_workers", start_here)
+        run(project, product, "squares")
     alone = list_results(project, product, "squares")
     candidate = read_network_candidate(folder, "squares", product)
     with open_replica(candidate, product, root=project, build=folder) as replica:
         num_entries = [replica.run(Shard(number, 3)) for number in (1, 2, 3)]
     assert sum(num_entries) == NUM_PICTURES and max(num_entries) < NUM_PICTURES
+    monkeypatch.setattr(workers, "start_workers", start_here)
     evaluate(project, product, "squares")
     assert list_results(project, product, "squares") == alone
 
