@@ -216,6 +216,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("here")
 def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Path) -> None:
     product = make_product(["shots", "fixed"])
     build = project / "build"
@@ -360,6 +361,7 @@ def test_latents_of_the_reference_are_those_that_a_candidate_would_draw(project:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_shards_make_the_records_and_pictures_of_one_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that drew shards put the evaluation together: no other ones are started."""
     from pipeline.products.images import evaluate

@@ -10,16 +10,21 @@ import pytest
 
 from examples.guidance_sweep.rendering import render_settings, take_prompts
 from examples.guidance_sweep.settings import list_settings, make_sweep_product
+from pipeline.products.images import workers
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import read_cases
 from tests.examples.test_sweep import make_track
+from tests.fakes.workers_here import start_here
 from tests.paths import ROOT
 
 THRESHOLDED = "scale-9-rescale-0-percentile-99-5-max-2"
 
 
 @pytest.mark.slow
-def test_finished_settings_are_kept_while_they_are_what_would_be_rendered(tmp_path: Path) -> None:
+def test_finished_settings_are_kept_while_they_are_what_would_be_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "start_workers", start_here)
     shutil.copytree(ROOT / "models/product-shots", tmp_path / "models/product-shots")
     shutil.copytree(ROOT / "models/product-shots-clip", tmp_path / "models/product-shots-clip")
     take_prompts(ROOT / "evalsets/shots", 2, tmp_path / "prompts")

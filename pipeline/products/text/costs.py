@@ -12,8 +12,9 @@ Not covered: lm-eval tasks whose cases only lm-eval knows, the benchmark, severa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
@@ -78,6 +79,7 @@ def guess_speed(machine: Machine, *, on_gpu: bool) -> Speed:
 def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Path) -> list[Cost]:
     """Return what each candidate costs that is served from a folder."""
     needs = estimate_needs(product, root, machine)
+    count_tokens = cache(partial(_count_tokens, product, root))  # of no use where a run says it
     costs = []
     for name, candidate in product.candidates.items():
         if candidate.engine.is_attached:
@@ -90,7 +92,7 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
         }
         speed = guess_speed(machine, on_gpu=peaks["GPU"] > 0)
         parts = read_parallelism(candidate)[0] if peaks["GPU"] else 1
-        minutes, source = _plan_evaluation(name, product, root, build, speed, parts=parts)
+        minutes, source = _plan_evaluation(name, product, root, build, speed, count_tokens, parts=parts)
         steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
         costs.append(
             Cost(
@@ -112,7 +114,14 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
 
 
 def _plan_evaluation(
-    name: str, product: TextProduct, root: Path, build: Path, speed: Speed, *, parts: int
+    name: str,
+    product: TextProduct,
+    root: Path,
+    build: Path,
+    speed: Speed,
+    count_tokens: Callable[[], tuple[int, int]],
+    *,
+    parts: int,
 ) -> tuple[float, str]:
     """Return the minutes of an evaluation and where they come from: its own last one, another's, or a guess."""
     candidate = product.candidates[name]
@@ -129,7 +138,7 @@ def _plan_evaluation(
         )
         if is_of_it and _is_served_alike(evaluation.serving, candidate, product) and _is_near(ratio, 1, _MOST_SCALED):
             return evaluation.seconds * ratio / 60, f"last run of {other}"
-    return _guess_evaluation(candidate, product, root, speed, parts=parts) / 60, "a guess"
+    return _guess_evaluation(candidate, product, root, speed, count_tokens(), parts=parts) / 60, "a guess"
 
 
 def _is_near(value: float, other: float, factor: float) -> bool:
@@ -158,10 +167,8 @@ def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root
     return count_load_bytes(tensors, config, dtype=product.serving.dtype)
 
 
-def _guess_evaluation(
-    candidate: CandidateSettings, product: TextProduct, root: Path, speed: Speed, *, parts: int
-) -> float:
-    """Guess the seconds of evals and canary from the length of cases, and from answers of half the full length."""
+def _count_tokens(product: TextProduct, root: Path) -> tuple[int, int]:
+    """Guess the tokens of prompts from the length of cases, and those of answers of half the full length."""
     prompts, answers = 0, 0
     for settings in product.evals.values():
         folder = getattr(settings, "evalset", None)
@@ -172,6 +179,14 @@ def _guess_evaluation(
         turns = settings.max_turns / 2 if isinstance(settings, TrajectoriesEval) else 1
         prompts += sum(len(case.model_dump_json()) for case in cases) // _TOKEN_CHARACTERS
         answers += int(turns * len(cases) * product.serving.max_tokens / 2) if settings.chats else 0
+    return prompts, answers
+
+
+def _guess_evaluation(
+    candidate: CandidateSettings, product: TextProduct, root: Path, speed: Speed, tokens: tuple[int, int], *, parts: int
+) -> float:
+    """Guess the seconds of evals and canary from the tokens of prompts and of answers."""
+    prompts, answers = tokens
     num_weights = _count_weight_bytes(candidate, product, root) / TYPE_BYTES[product.serving.dtype]
     # copies of a model behind one address are asked as one
     in_flight = product.serving.concurrency * (product.resources.num_servers if candidate.engine.is_embedded else 1)

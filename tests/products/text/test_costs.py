@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import get_product, load_params
+from pipeline.products.text import costs
 from pipeline.products.text.costs import Cost, plan_costs, render_costs
 from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import CandidateSettings, TextProduct
@@ -81,6 +83,22 @@ def test_the_canary_is_part_of_the_guess(product: TextProduct, tmp_path: Path) -
     evals = {"prose": product.evals["prose"]}
     texts = [shaped.model_copy(update={"evals": evals}), few.model_copy(update={"evals": evals})]
     assert len({plan(each, H200, tmp_path)["8b"].minutes for each in texts}) == 1, "no canary without answers"
+
+
+def test_cases_are_read_once_for_all_candidates(
+    product: TextProduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of a dozen candidates read 50,000 cases a dozen times: minutes of nothing else."""
+    read: list[Path] = []
+
+    def note(folder: Path) -> Evalset:
+        read.append(folder)
+        return load_evalset(folder)
+
+    monkeypatch.setattr(costs, "load_evalset", note)
+    folders = {name: write_hollow_llama(tmp_path / name, "8b") for name in ("one", "two")}
+    assert {cost.source for cost in plan(resize(product, **folders), H200, tmp_path).values()} == {"a guess"}
+    assert len(read) == len(set(read)) > 1
 
 
 def test_packed_layers_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
