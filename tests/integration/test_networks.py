@@ -1732,7 +1732,7 @@ SLEEPY = (
 def test_another_checkpoint_that_sleeps_is_slower_than_the_reference(project: Path, steps: list[Any]) -> None:
     """It was timed beside its own weights, which sleep as long, or without a step not at all: it passed."""
     (project / DETECTOR_FILE).write_text(SLEEPY)
-    (project / "detector/hot/config.json").write_text(json.dumps({"cell": 8, "least": 0.3, "wait": 0.05}))
+    (project / "detector/hot/config.json").write_text(json.dumps({"cell": 8, "least": 0.3, "wait": 0.2}))
     gate = describe_detector()["gate"] | {"max_slowdown": 0.25}
     product = make_detector({"hot": steps}, gate=gate)
     run(project, product)
