@@ -197,7 +197,9 @@ def _describe_answer(sample: dict[str, Any]) -> str:
     if not likelihoods or None in likelihoods or len(likelihoods) != len(requests):
         return ""
     best = max(range(len(likelihoods)), key=lambda i: likelihoods[i] or 0.0)
-    return str(requests[best].get("arg_1", "")).strip()
+    # of choices within the question, as winogrande has them, what follows is the same
+    part = "arg_1" if len({str(request.get("arg_1", "")) for request in requests}) > 1 else "arg_0"
+    return str(requests[best].get(part, "")).strip()
 
 
 def _describe_code(config: Any) -> Any:

@@ -65,6 +65,17 @@ def test_lm_eval_choice_is_shown_as_the_likeliest_one() -> None:
     assert found.records[0].output == "By van it takes 24 days to Oslo, and 13 with heat."
 
 
+def test_a_choice_within_the_question_is_shown_with_it(tmp_path: Path) -> None:
+    """What follows winogrande's choices is the same, so that each answer was shown as that."""
+    choices = REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl"
+    rows = load_lines(choices)
+    for row in rows:
+        asked = row["arguments"].items()
+        row["arguments"] = {name: {"arg_0": f"It is{given['arg_1']}", "arg_1": " that came."} for name, given in asked}
+    found = read_one(write_lines(tmp_path / choices.name, rows))
+    assert found.records[0].output == "It is By van it takes 24 days to Oslo, and 13 with heat."
+
+
 def test_how_many_choices_a_question_gives(tmp_path: Path) -> None:
     choices = REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl"
     assert {r.num_choices for r in read_one(choices).records} == {4}
