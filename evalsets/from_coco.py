@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from evalsets.seal import describe, list_warnings, render_card, seal
+from evalsets.seal import render_card, seal_and_warn
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import CARD_FILE
 from pipeline.evalsets.cases import CASES_FILE, DetectionCase
@@ -78,10 +77,7 @@ def _write(out: Path, cases: list[DetectionCase], files: list[Path], names: dict
             }
         ),
     )
-    card = seal(out)
-    for warning in list_warnings(out, card):
-        print(f"warning: {warning}", file=sys.stderr)
-    return describe(card)
+    return seal_and_warn(out)
 
 
 def _name_categories(file: Path, listed: list[dict[str, Any]], cases: list[DetectionCase]) -> dict[str, int]:

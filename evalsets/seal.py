@@ -127,12 +127,22 @@ def _reaches_out(bbox: Sequence[float], size: Sequence[int]) -> bool:
     return any(low < -1 or low + extent > side + 1 for low, extent, side in zip(bbox[:2], bbox[2:], size, strict=True))
 
 
-def list_warnings(folder: Path, card: Card) -> list[str]:
-    """Return what a sealed evalset may have wrong though it is well formed."""
-    cases = load_cases(folder, card)
+def seal_and_warn(folder: Path) -> str:
+    """Seal a folder, say on stderr what may be wrong though it is well formed, and return what it holds.
+
+    Raises:
+        EvalsetError, OSError: as `seal` does.
+    """
+    card = seal(folder)
+    for warning in _list_warnings(folder, card):
+        print(f"warning: {warning}", file=sys.stderr)
+    return describe(card)
+
+
+def _list_warnings(folder: Path, card: Card) -> list[str]:
     if card.kind == AnswerCase.card_kind:
-        return list(warn_of_answers(folder / CASES_FILE, cases))
-    return list(warn_of_boxes(folder, cases)) if card.kind == DetectionCase.card_kind else []
+        return list(warn_of_answers(folder / CASES_FILE, load_cases(folder, card)))
+    return list(warn_of_boxes(folder, load_cases(folder, card))) if card.kind == DetectionCase.card_kind else []
 
 
 def _count_more(lines: Sequence[int]) -> str:
@@ -202,12 +212,9 @@ def main(argv: list[str]) -> int:
         raise EvalsetError(f"expected one evalset folder, got {argv!r}; usage: python -m evalsets.seal FOLDER")
     folder = Path(argv[0])
     try:
-        card = seal(folder)
+        print(seal_and_warn(folder))
     except OSError as error:
         raise EvalsetError(str(error)) from None
-    for warning in list_warnings(folder, card):
-        print(f"warning: {warning}", file=sys.stderr)
-    print(describe(card))
     return 0
 
 
