@@ -1,7 +1,8 @@
 """lm-eval's `samples_<task>_<date>.jsonl`, as `--log_samples` writes them.
 
 A line is one document under one filter. Its metrics are named as lm-eval's tables name them: `acc`, and
-`exact_match,strict-match` where the filter has a name. The case is the document, its prompt, its target and the
+`exact_match,strict-match` where the filter has a name. RULER's are named by lengths, of which a document has one: its
+score is `score`, and its bucket `max_length/<length>`. The case is the document, its prompt, its target and the
 arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
 that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
 better, the version and filters of the task, and the model: samples name none, so those of two that answer alike are
@@ -42,6 +43,7 @@ _NAME = re.compile(rf"samples_(?P<task>.+)_{_DATE}")
 _RESULTS = re.compile(rf"(?!samples_)(?P<name>.+)_{_DATE}\.json")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
+_LENGTH, _SCORE = "max_length", "score"  # RULER's field of a document, and how its score is named here
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
 # their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
 _LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2), "perplexity": 1.0}
@@ -126,16 +128,30 @@ def _check(sample: dict[str, Any], where: str) -> None:
 
 def _read_scores(sample: dict[str, Any], definitions: dict[str, MetricDefinition]) -> dict[str, Any]:
     scores: dict[str, Any] = {}
-    for metric in sample.keys() - _FIELDS:
+    for metric, value in _list_values(sample).items():
         full = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
-        scores |= _read_score(full, metric, sample[metric], definitions)
+        scores |= _read_score(full, metric, value, definitions)
     return scores
+
+
+def _list_values(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return what a sample scores by metric; RULER names its metrics by lengths, and gives -1 to all but its own."""
+    found = {metric: sample[metric] for metric in sample.keys() - _FIELDS}
+    if (length := _find_length(sample)) is None:
+        return found
+    return {metric: value for metric, value in found.items() if not metric.isdecimal()} | {_SCORE: found[length]}
+
+
+def _find_length(sample: dict[str, Any]) -> str | None:
+    """Return the length that names the score of a document of RULER; None: it is another task's."""
+    length = str(_find(sample, "doc", _LENGTH))
+    return length if length.isdecimal() and length in sample else None
 
 
 def _read_case(first: dict[str, Any], where: str) -> Case:
     """Read a document from the first of its samples, without scores."""
     document = first["doc"] if isinstance(first.get("doc"), dict) else {}
-    buckets = document.get("buckets")
+    buckets, length = document.get("buckets"), _find_length(first)
     return Case(
         str(first["doc_id"]),
         where,
@@ -143,7 +159,10 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
         {},
         tells=(("document",), ("request",)),
         cluster=str(first["doc_hash"] if document.get("cluster") is None else document["cluster"]),
-        buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
+        buckets=(
+            *(map(str, buckets) if isinstance(buckets, list) else ()),
+            *((f"{_LENGTH}/{length}",) if length else ()),
+        ),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first),
         num_choices=count_choices(first, sum("arg_1" in request for request in _list_requests(first))),
@@ -252,7 +271,7 @@ def _describe_task(results: Any, task: str) -> tuple[dict[str, Any], dict[str, D
     }
     directions = _find(results, "higher_is_better", task)
     better: dict[str, Direction] = {
-        metric: "higher" if is_higher else "lower"
+        _SCORE if metric.isdecimal() else metric: "higher" if is_higher else "lower"
         for metric, is_higher in (directions.items() if isinstance(directions, dict) else ())
         if isinstance(is_higher, bool)
     }

@@ -136,6 +136,33 @@ def test_a_perplexity_of_each_case_stays_what_it_is(tmp_path: Path) -> None:
     assert not found.definitions and {r.scores["perplexity,strict-match"] for r in found.records} == {3.5}
 
 
+def test_a_document_of_ruler_has_the_score_of_its_own_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lm-eval gives other lengths -1: a mean over these hid most of a loss, and other lengths could not be judged."""
+    first, sides, lengths = load_lines(SAMPLES)[0], [], [4096, 8192, 16384]
+    for side, lost in (("a", 0), ("b", 12)):
+        rows = [
+            {k: v for k, v in first.items() if k not in ("exact_match", "bleu")}
+            | {"doc_id": i, "doc": {"max_length": lengths[i % 3]}, "doc_hash": f"d{i}", "prompt_hash": f"p{i}"}
+            | {
+                "arguments": {"gen_args_0": {"arg_0": f"{i}", "arg_1": {}}},
+                "resps": [[f"{side} {i}"]],
+                "filter": "none",
+            }
+            | {"4096": -1.0, f"{lengths[i % 3]}": float(i % 3 > 0 or i // 3 >= lost)}
+            for i in range(360)
+        ]
+        (tmp_path / side).mkdir()
+        sides.append(write_lines(tmp_path / side / SAMPLES.name, rows))
+        directions = {"higher_is_better": {"gen": {f"{length}": True for length in lengths}}}
+        (tmp_path / side / RESULTS).write_text(json.dumps(directions))
+    found = read_one(sides[1])
+    assert found.scores == ["score"] and found.better == {"score": "higher"} and not found.problems
+    code, said = run("compare", *sides, "--tolerance", 0.05, "--bucket", "max_length/4096=0.05", capsys=capsys)
+    assert code == 20 and "gen/score [max_length/4096]\n      100.0 % -> 90.0 %" in said, said
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
