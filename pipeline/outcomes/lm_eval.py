@@ -158,7 +158,7 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
         _list_asked(first),
         {},
         tells=(("document",), ("request",)),
-        cluster=str(first["doc_hash"] if document.get("cluster") is None else document["cluster"]),
+        cluster=str(_digest_document(first) if document.get("cluster") is None else document["cluster"]),
         buckets=(
             *(map(str, buckets) if isinstance(buckets, list) else ()),
             *((f"{_LENGTH}/{length}",) if length else ()),
@@ -171,7 +171,17 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
 
 
 def _list_asked(sample: dict[str, Any]) -> dict[str, Any]:
-    return {part: sample[key] for part, key in _HASHES.items()} | {"request": sample.get("arguments")}
+    hashes = {part: sample[key] for part, key in _HASHES.items()}
+    return hashes | {"document": _digest_document(sample), "request": sample.get("arguments")}
+
+
+def _digest_document(sample: dict[str, Any]) -> Any:
+    """Return lm-eval's hash of a document; where pictures or sound go with it, that is of their addresses in memory.
+
+    The document as it is written holds a hash of each picture.
+    """
+    has_media = any("arg_2" in request for request in _list_requests(sample))
+    return digest_part(sample["doc"]) if has_media and "doc" in sample else sample["doc_hash"]
 
 
 def _read_score(name: str, metric: str, value: Any, definitions: dict[str, MetricDefinition]) -> dict[str, Any]:

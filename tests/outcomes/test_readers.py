@@ -136,6 +136,27 @@ def test_a_perplexity_of_each_case_stays_what_it_is(tmp_path: Path) -> None:
     assert not found.definitions and {r.scores["perplexity,strict-match"] for r in found.records} == {3.5}
 
 
+@pytest.mark.parametrize(("picture", "code"), [("6f1e", 0), ("0b7c", 30)])
+def test_documents_with_pictures_pair_by_their_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], picture: str, code: int
+) -> None:
+    """lm-eval's `doc_hash` of a picture is of its address in memory: no two runs of MMMU were comparable."""
+    first, sides = load_lines(SAMPLES)[0], []
+    for side, shown in (("a", "6f1e"), ("b", picture)):
+        rows = [
+            first
+            | {"doc_id": i, "doc": {"question": "What is this?", "image": f"{shown} {i}"}, "prompt_hash": "p"}
+            | {"doc_hash": f"{side} {i}", "filter": "none", "exact_match": 1.0, "resps": [[f"{side} {i}"]]}
+            | {"arguments": {"gen_args_0": {"arg_0": "<image>", "arg_1": {}, "arg_2": {"visual": [f"{shown} {i}"]}}}}
+            for i in range(200)
+        ]
+        (tmp_path / side).mkdir()
+        sides.append(write_lines(tmp_path / side / SAMPLES.name, rows))
+    assert len({record.cluster for record in read_one(sides[0]).records}) == 200
+    came, said = run("compare", *sides, capsys=capsys)
+    assert came == code and ("the document is another one" in said) == (code == 30), said
+
+
 def test_a_document_of_ruler_has_the_score_of_its_own_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
