@@ -1,8 +1,9 @@
 """Which files of a folder are to be judged: all, but for what is known to be no data.
 
 An eval that nobody reads is an eval that nobody misses. So the list is of what may lie beside records: texts, pictures
-and pages for people, settings and scripts, the results that lm-eval computes from its samples, and what quantgate's own
-index seals. Any other file must have a reader, whatever it is called: it is read, or refused by name.
+and pages for people, settings and scripts, the results that lm-eval computes from its samples, the lists that
+`inspect eval-set` keeps of its logs, and what quantgate's own index seals. Any other file must have a reader,
+whatever it is called: it is read, or refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.outcomes import case_records, lm_eval
+from pipeline.outcomes import case_records, inspect_ai, lm_eval
 
 _TEXTS = (".md", ".rst", ".txt", ".log", ".out", ".err", ".html", ".htm", ".css", ".js", ".xml", ".pdf")
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
@@ -57,5 +58,5 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _is_beside(path: Path) -> bool:
     """Say whether a file is no data, by its name."""
-    is_named = path.name.lower() in _NAMES or lm_eval.is_results(path)
+    is_named = path.name.lower() in _NAMES or lm_eval.is_results(path) or inspect_ai.is_beside_logs(path)
     return is_named or path.suffix.lower() in (*_TEXTS, *_PICTURES, *_SETTINGS)

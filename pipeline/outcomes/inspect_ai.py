@@ -37,6 +37,9 @@ _LIMITS = ("message_limit", "token_limit", "time_limit", "working_limit", "cost_
 # settings of a run that change no answer
 _TRANSPORT = {"max_connections", "adaptive_connections", "max_retries", "timeout", "attempt_timeout", "batch"}
 
+_EVAL_SET = ".eval-set-id"  # marks a folder of `inspect eval-set`
+_LISTS = {_EVAL_SET, "eval-set.json", "logs.json"}  # what it keeps there of its logs
+
 
 def recognizes(path: Path) -> bool:
     """Say whether a file looks like a log: an `.eval`, or a `.json` that starts as one does."""
@@ -46,6 +49,11 @@ def recognizes(path: Path) -> bool:
             start = file.read(4096)
         return re.search(rb'"status"\s*:', start) is not None and re.search(rb'"eval"\s*:', start) is not None
     return suffix == ".eval"
+
+
+def is_beside_logs(path: Path) -> bool:
+    """Say by a file's name whether `inspect eval-set` keeps it of its logs; elsewhere a log may bear such a name."""
+    return path.name in _LISTS and path.with_name(_EVAL_SET).is_file()
 
 
 def read(path: Path, grouping: Grouping) -> Outcomes:

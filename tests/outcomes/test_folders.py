@@ -140,6 +140,24 @@ def test_what_is_no_data_may_lie_beside(
     assert run("compare", *sides, *OPTIONS, capsys=capsys)[0] == 0
 
 
+def test_what_an_eval_set_of_inspect_keeps_beside_its_logs_is_no_eval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No folder of `inspect eval-set` was judged: its list of logs has the words of a log, and holds no sample."""
+    sides = [tmp_path / "a", tmp_path / "b"]
+    for side in sides:
+        log = json.loads(write_log(side).read_text())
+        (side / "logs.json").write_text(json.dumps({"log.json": {key: log[key] for key in ("status", "eval")}}))
+        (side / "eval-set.json").write_text("{}")
+    assert run("compare", *sides, capsys=capsys)[0] == 30
+    for side in sides:
+        (side / ".eval-set-id").write_text("4fKc")
+    code, said = run("compare", *sides, capsys=capsys)
+    assert code == 0, said
+    (sides[1] / "safety.json").write_text("{}")
+    assert run("compare", *sides, capsys=capsys)[0] == 30
+
+
 @pytest.mark.parametrize(("where", "other"), [(0, "candidate"), (1, "reference")])
 @pytest.mark.parametrize("options", [OPTIONS, (*OPTIONS, "--metric", "gen/exact_match")], ids=["all", "one metric"])
 def test_an_eval_that_one_side_alone_has_is_refused(
