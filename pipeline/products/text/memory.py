@@ -36,6 +36,7 @@ _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
 _CONTEXT_MIB = 600  # on the GPU, before the first tensor
 _SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
+_STAGES = "pipeline-parallel-size"  # of vLLM: parts that have whole layers
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
 _MAX_SHOWN = 60  # characters of a value
@@ -166,11 +167,12 @@ def _plan_serving(
         other = (_PROCESS_MIB * _MIB + weights / 4 + cache) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
         return [build("host", weights * num_servers, other, "use a larger machine", lever, num_servers)]
-    parts, copies = read_parallelism(candidate)
+    (parts, copies), stages = read_parallelism(candidate), _count_stages(candidate)
     if parts * copies > num_cards:
+        by_stage = f" times pipeline-parallel-size {stages}" if stages > 1 else ""
         raise CheckpointError(
-            f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
-            f"{parts * copies} GPUs, this machine has {num_cards}; lower one of them"
+            f"candidates.{name}: engine: tensor_parallel_size {parts // stages}{by_stage} times data_parallel_size "
+            f"{copies} takes {parts * copies} GPUs, this machine has {num_cards}; lower one of them"
         )
     # servers are spread over the cards
     sharing = math.ceil(num_servers / num_cards)
@@ -184,16 +186,25 @@ def _plan_serving(
 
 
 def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
-    """Return in how many parts the weights are split, and how many copies there are of them."""
+    """Return in how many parts the weights are split, by layer and within layers, and how many copies there are."""
     engine = candidate.engine
-    return (engine.tensor_parallel_size, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
+    if not isinstance(engine, VllmEngine):
+        return 1, 1
+    return engine.tensor_parallel_size * _count_stages(candidate), engine.data_parallel_size
+
+
+def _count_stages(candidate: CandidateSettings) -> int:
+    """Return in how many parts the layers are split; a number that is none is vLLM's to refuse."""
+    stages = candidate.engine.options.get(_STAGES, 1) if isinstance(candidate.engine, VllmEngine) else 1
+    return stages if _is_count(stages) else 1
 
 
 def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
     """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
     text = find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
-    parts, heads = read_parallelism(candidate)[0], text.get("num_key_value_heads") or text.get("num_attention_heads")
-    return min(parts, heads) if heads else parts
+    parts, stages = read_parallelism(candidate)[0], _count_stages(candidate)
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    return stages * min(parts // stages, heads) if heads else parts
 
 
 def _plan_timing(

@@ -248,6 +248,18 @@ def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
         plan(make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2, "data_parallel_size": 2}), machine)
 
 
+def test_a_pipeline_divides_layers_among_cards_as_well(tmp_path: Path) -> None:
+    """70B on eight cards of 24 GiB was refused, as if each of two stages held all layers."""
+    shared = {"kind": "vllm", "command": ["vllm"], "version": "0.32.0", "tensor_parallel_size": 4}
+    stages = shared | {"options": {"pipeline-parallel-size": 2}}
+    folder, machine = write_hollow_llama(tmp_path / "70b", "70b"), make_machine(*8 * (24,), build="cpu")
+    four, eight = (plan(make_product(folder, [], engine), machine)["serving", "GPU"] for engine in (shared, stages))
+    assert eight.weights_mib == pytest.approx(four.weights_mib / 2, abs=2)
+    assert eight.other_mib < 0.6 * four.other_mib
+    with pytest.raises(CheckpointError, match=r"4 times pipeline-parallel-size 2 .* takes 8 GPUs, this machine has 4"):
+        plan(make_product(folder, [], stages), make_machine(*4 * (24,), build="cpu"))
+
+
 def make_pair(folder: Path, engine: dict[str, Any] | None = None) -> TextProduct:
     """Return a product that times a candidate against its reference, of 15 GiB each."""
     product = make_product(folder, [], engine)
