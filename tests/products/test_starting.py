@@ -228,6 +228,18 @@ def test_a_name_that_yaml_reads_as_no_text_is_refused(project: Path, name: str) 
     assert snapshot(project) == before
 
 
+@pytest.mark.parametrize("path", ["123", "null", "2024-01-01"])
+def test_a_path_that_yaml_reads_as_no_text_is_refused(project: Path, path: str) -> None:
+    """The user was told of a key of params.yaml, which nobody had written."""
+    (project / path).symlink_to(project / "models/agent")
+    before = snapshot(project)
+    with pytest.raises(SettingsError) as caught:
+        init_product("bot", "text", path, {}, root=project)
+    said = "expected a path that is text in YAML, got a number, a date or the like; write it as ./"
+    assert str(caught.value) == f"--checkpoint: {said}{path}, or rename it"
+    assert snapshot(project) == before
+
+
 @pytest.mark.parametrize("name", ["", "..", "'bot'", "bot:", "bot #x", "{x}", "!!str 12"])
 def test_a_name_that_is_no_name_is_refused_as_one(project: Path, name: str) -> None:
     """It was told as a release that is there, as YAML of lines that nobody wrote, or as a traceback."""
