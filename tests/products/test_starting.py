@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx.helper import make_node
 from PIL import Image
 
 from pipeline.__main__ import main
@@ -30,6 +32,7 @@ from pipeline.settings.yaml_blocks import add_entry, remove_entries
 from pipeline.settings.yaml_files import read_yaml
 from tests.fakes.hollow_llama import SHAPES, write_hollow_llama
 from tests.fakes.tiny_architectures import write_tiny_model
+from tests.fakes.tiny_onnx import FLOAT, make_weight, write_model
 from tests.fakes.tiny_transformers import write_tiny_flux
 from tests.paths import ROOT
 
@@ -276,6 +279,24 @@ def test_pictures_are_of_the_size_that_config_json_names_where_it_is_one_of_pict
     init_product("bot", "vision", "models/people", {"task": "detection"}, root=project)
     with Image.open(project / "evalsets/bot-pictures/images/picture-1.png") as picture:
         assert picture.size == (side, side)
+
+
+@pytest.mark.parametrize("side", [64, 512])
+def test_an_upscaler_that_takes_one_size_gets_pictures_of_it(project: Path, side: int) -> None:
+    """One exported for 512 pixels got pictures of 128, on which its first run ended."""
+    scales = make_weight("scales", np.array([1, 1, 2, 2], np.float32))
+    write_model(
+        project / "models/twice/model.onnx",
+        [make_node("Resize", ["pictures", "", "scales"], ["larger"])],
+        inputs={"pictures": (FLOAT, (1, 3, side, side))},
+        outputs={"larger": (FLOAT, (1, 3, 2 * side, 2 * side))},
+        weights=[scales],
+    )
+    adapter = shutil.copy(ROOT / "models/upscaler/upscaler.py", project / "models/twice")
+    init_product("bot", "vision", "models/twice", UPSCALER | {"adapter": str(adapter)}, root=project)
+    for name, expected in (("images", side), ("targets", 2 * side)):
+        with Image.open(project / f"evalsets/bot-pictures/{name}/picture-1.png") as picture:
+            assert picture.size == (expected, expected)
 
 
 def test_a_second_time_is_refused(
