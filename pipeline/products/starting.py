@@ -129,6 +129,11 @@ def _check_places(kind: str, checkpoint: str, options: Mapping[str, str]) -> Non
     for option, path in {"checkpoint": checkpoint, **options}.items():
         if not re.fullmatch(r"[\w./:@+-]+", path):
             raise SettingsError(f"--{option}: expected letters, digits and ._/:@+-, got {path!r}; rename it")
+        if not _is_text(path):
+            raise SettingsError(
+                f"--{option}: expected a path that is text in YAML, got a number, a date or the like; write it as "
+                f"./{path}, or rename it"
+            )
     if problem := find_unpinned(checkpoint):
         raise SettingsError(f"--checkpoint: {problem}")
     if checkpoint.startswith(SCHEME) and not KINDS[kind].settings.takes_hub_models:

@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx.helper import make_node
 from PIL import Image
 
 from pipeline.__main__ import main
@@ -30,6 +32,7 @@ from pipeline.settings.yaml_blocks import add_entry, remove_entries
 from pipeline.settings.yaml_files import read_yaml
 from tests.fakes.hollow_llama import SHAPES, write_hollow_llama
 from tests.fakes.tiny_architectures import write_tiny_model
+from tests.fakes.tiny_onnx import FLOAT, make_weight, write_model
 from tests.fakes.tiny_transformers import write_tiny_flux
 from tests.paths import ROOT
 
@@ -228,6 +231,18 @@ def test_a_name_that_yaml_reads_as_no_text_is_refused(project: Path, name: str) 
     assert snapshot(project) == before
 
 
+@pytest.mark.parametrize("path", ["123", "null", "2024-01-01"])
+def test_a_path_that_yaml_reads_as_no_text_is_refused(project: Path, path: str) -> None:
+    """The user was told of a key of params.yaml, which nobody had written."""
+    (project / path).symlink_to(project / "models/agent")
+    before = snapshot(project)
+    with pytest.raises(SettingsError) as caught:
+        init_product("bot", "text", path, {}, root=project)
+    said = "expected a path that is text in YAML, got a number, a date or the like; write it as ./"
+    assert str(caught.value) == f"--checkpoint: {said}{path}, or rename it"
+    assert snapshot(project) == before
+
+
 @pytest.mark.parametrize("name", ["", "..", "'bot'", "bot:", "bot #x", "{x}", "!!str 12"])
 def test_a_name_that_is_no_name_is_refused_as_one(project: Path, name: str) -> None:
     """It was told as a release that is there, as YAML of lines that nobody wrote, or as a traceback."""
@@ -264,6 +279,24 @@ def test_pictures_are_of_the_size_that_config_json_names_where_it_is_one_of_pict
     init_product("bot", "vision", "models/people", {"task": "detection"}, root=project)
     with Image.open(project / "evalsets/bot-pictures/images/picture-1.png") as picture:
         assert picture.size == (side, side)
+
+
+@pytest.mark.parametrize("side", [64, 512])
+def test_an_upscaler_that_takes_one_size_gets_pictures_of_it(project: Path, side: int) -> None:
+    """One exported for 512 pixels got pictures of 128, on which its first run ended."""
+    scales = make_weight("scales", np.array([1, 1, 2, 2], np.float32))
+    write_model(
+        project / "models/twice/model.onnx",
+        [make_node("Resize", ["pictures", "", "scales"], ["larger"])],
+        inputs={"pictures": (FLOAT, (1, 3, side, side))},
+        outputs={"larger": (FLOAT, (1, 3, 2 * side, 2 * side))},
+        weights=[scales],
+    )
+    adapter = shutil.copy(ROOT / "models/upscaler/upscaler.py", project / "models/twice")
+    init_product("bot", "vision", "models/twice", UPSCALER | {"adapter": str(adapter)}, root=project)
+    for name, expected in (("images", side), ("targets", 2 * side)):
+        with Image.open(project / f"evalsets/bot-pictures/{name}/picture-1.png") as picture:
+            assert picture.size == (expected, expected)
 
 
 def test_a_second_time_is_refused(

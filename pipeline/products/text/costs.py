@@ -33,6 +33,7 @@ from pipeline.running.hub import locate_checkpoint
 
 _TOKEN_CHARACTERS = 4  # of a case as JSON
 _GIB = 1 << 30
+_SPLITS = ("tensor-parallel-size", "pipeline-parallel-size")  # of vLLM: each splits the weights
 _MOST_SCALED = 4  # times as many bytes, or as few, as a run whose minutes are scaled
 _MOST_CHANGED = 2  # times as many bytes, or as few, as an estimate of what was made: it is of these weights
 
@@ -148,9 +149,9 @@ def _is_near(value: float, other: float, factor: float) -> bool:
 def _is_served_alike(was: AnyServing, candidate: CandidateSettings, product: TextProduct) -> bool:
     if not isinstance(was, ServingConfig):
         return False
-    parts = was.options.get("tensor-parallel-size", 1)
-    now = (candidate.engine.kind, product.serving.dtype, read_parallelism(candidate)[0])
-    return (was.engine, was.dtype, parts) == now
+    now = candidate.engine.build_serving().get("options", {})
+    is_split_alike = all(was.options.get(option, 1) == now.get(option, 1) for option in _SPLITS)
+    return (was.engine, was.dtype) == (candidate.engine.kind, product.serving.dtype) and is_split_alike
 
 
 def _count_stored_bytes(candidate: CandidateSettings, root: Path) -> int:

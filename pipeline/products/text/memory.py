@@ -36,6 +36,8 @@ _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
 _CONTEXT_MIB = 600  # on the GPU, before the first tensor
 _SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
+_STAGES = "pipeline-parallel-size"  # of vLLM: parts that have whole layers
+_OFFLOADED = "cpu-offload-gb"  # of vLLM: GiB of each card's weights
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
 _MAX_SHOWN = 60  # characters of a value
@@ -166,34 +168,59 @@ def _plan_serving(
         other = (_PROCESS_MIB * _MIB + weights / 4 + cache) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
         return [build("host", weights * num_servers, other, "use a larger machine", lever, num_servers)]
-    parts, copies = read_parallelism(candidate)
+    (parts, copies), stages = read_parallelism(candidate), _count_stages(candidate)
     if parts * copies > num_cards:
+        by_stage = f" times pipeline-parallel-size {stages}" if stages > 1 else ""
         raise CheckpointError(
-            f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
-            f"{parts * copies} GPUs, this machine has {num_cards}; lower one of them"
+            f"candidates.{name}: engine: tensor_parallel_size {parts // stages}{by_stage} times data_parallel_size "
+            f"{copies} takes {parts * copies} GPUs, this machine has {num_cards}; lower one of them"
         )
+    on_card = _count_card_bytes(candidate, weights)
     # servers are spread over the cards
     sharing = math.ceil(num_servers / num_cards)
     other = sharing * (_CONTEXT_MIB * _MIB + cache / _count_cache_parts(candidate, root))
     split = "serve with vllm and tensor_parallel_size" if engine.is_embedded else "raise engine.tensor_parallel_size"
     remedy = f"{split}, or use a larger card"
     return [
-        build("GPU", sharing * weights / parts, other, remedy, f"{lever}, {remedy}", sharing),
-        build("host", 0, _GPU_PROCESS_MIB * _MIB * num_servers, "use a larger machine", "close programs", num_servers),
+        build("GPU", sharing * on_card, other, remedy, f"{lever}, {remedy}", sharing),
+        build(
+            "host",
+            copies * (weights - parts * on_card),
+            _GPU_PROCESS_MIB * _MIB * num_servers,
+            "use a larger machine",
+            "close programs",
+            num_servers,
+        ),
     ]
 
 
 def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
-    """Return in how many parts the weights are split, and how many copies there are of them."""
+    """Return in how many parts the weights are split, by layer and within layers, and how many copies there are."""
     engine = candidate.engine
-    return (engine.tensor_parallel_size, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
+    if not isinstance(engine, VllmEngine):
+        return 1, 1
+    return engine.tensor_parallel_size * _count_stages(candidate), engine.data_parallel_size
+
+
+def _count_stages(candidate: CandidateSettings) -> int:
+    """Return in how many parts the layers are split; a number that is none is vLLM's to refuse."""
+    stages = candidate.engine.options.get(_STAGES, 1) if isinstance(candidate.engine, VllmEngine) else 1
+    return stages if _is_count(stages) else 1
+
+
+def _count_card_bytes(candidate: CandidateSettings, weights: int) -> float:
+    """Return how many of the bytes of weights are on each card: its part, less what vLLM keeps of it on the host."""
+    gib = candidate.engine.options.get(_OFFLOADED, 0) if isinstance(candidate.engine, VllmEngine) else 0
+    offloaded = gib * 1024 * _MIB if isinstance(gib, int | float) else 0  # what is no number is vLLM's to refuse
+    return max(weights / read_parallelism(candidate)[0] - offloaded, 0.0)
 
 
 def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
     """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
     text = find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
-    parts, heads = read_parallelism(candidate)[0], text.get("num_key_value_heads") or text.get("num_attention_heads")
-    return min(parts, heads) if heads else parts
+    parts, stages = read_parallelism(candidate)[0], _count_stages(candidate)
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    return stages * min(parts // stages, heads) if heads else parts
 
 
 def _plan_timing(
@@ -213,8 +240,8 @@ def _plan_timing(
     elif 2 * max(parts * copies for *_, parts, copies in rows) > min(counts) > 0:
         place, remedy = "GPU", f"{without}, or use a larger card or a second one"
         pairs = [
-            (weights / parts, _CONTEXT_MIB * _MIB + cache / cache_parts)
-            for weights, cache, cache_parts, parts, _ in rows
+            (_count_card_bytes(side, weights), _CONTEXT_MIB * _MIB + cache / cache_parts)
+            for side, (weights, cache, cache_parts, *_) in zip(sides, rows, strict=True)
         ]
         if not any(isinstance(side.engine, VllmEngine) and _SHARE in side.engine.options for side in sides):
             pairs = [max(pairs)] * 2  # each may take half of a card, so that the larger one decides

@@ -140,16 +140,11 @@ def _list_categories(evalset: Evalset) -> list[int]:
 
 def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
     """Say which categories are held by too few clusters to be judged, where there are several: AP hides their loss."""
-    numbers = _list_categories(evalset)
-    clusters = {
-        number: {
-            case.cluster
-            for case in evalset.cases
-            for a in case.annotations
-            if a.category_id == number and not a.iscrowd
-        }
-        for number in numbers
-    }
+    clusters: dict[int, set[str]] = {}
+    for case in evalset.cases:
+        for number in {a.category_id for a in case.annotations if not a.iscrowd}:
+            clusters.setdefault(number, set()).add(case.cluster)
+    numbers = sorted(clusters)
     few = [
         name
         for name, number in name_categories(settings, evalset.card.categories, numbers).items()

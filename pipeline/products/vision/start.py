@@ -73,8 +73,9 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
         raise SettingsError(f"--task: expected {' or '.join(_TOLERANCES)}, {f'got {task!r}' if task else 'found none'}")
     folder = Path("evalsets") / f"{name}-pictures"
     path = find_onnx(root / checkpoint)
-    side = read_config(root / checkpoint).get("size") if path is None else _read_side(path)
-    side = side if isinstance(side, int) and side in _SIDES else _SIDE
+    fixed = None if path is None else _read_side(path)
+    named = read_config(root / checkpoint).get("size") if path is None else fixed
+    side = named if isinstance(named, int) and named in _SIDES else _SIDE
     section = _SECTION.format(
         name=name,
         candidate=f"{name}-bf16" if path is None else f"{name}-again",
@@ -84,16 +85,17 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
         folder=folder,
         tolerances="\n".join(f"      pictures/{metric}: {{overall: {t}}}" for metric, t in _TOLERANCES[task].items()),
     )
-    files = _draw_objects(folder, side) if task == "detection" else _draw_pairs(folder, side // 2)
+    files = _draw_objects(folder, side) if task == "detection" else _draw_pairs(folder, fixed or side // 4)
     if path is None:
         return Start(section, _CANDIDATES.format(name=name, checkpoint=checkpoint), files)
     warning = f"{name}-again: it is the reference once more; name the folder of the .onnx file that would ship"
     return Start(section, _AGAIN.format(name=name, checkpoint=checkpoint), files, (warning,))
 
 
-def _read_side(path: Path) -> int | str | None:
-    """Return the rows of the pictures that an .onnx file takes; no number where they are free."""
-    return inspect_onnx(path, batch_size=1).shape[2]
+def _read_side(path: Path) -> int | None:
+    """Return the rows of the pictures that an .onnx file takes; None where they are free."""
+    rows = inspect_onnx(path, batch_size=1).shape[2]
+    return rows if isinstance(rows, int) else None
 
 
 def _find_adapter(checkpoint: str, root: Path) -> str:
@@ -119,10 +121,10 @@ def _draw_objects(folder: Path, side: int) -> dict[Path, bytes]:
 
 
 def _draw_pairs(folder: Path, side: int) -> dict[Path, bytes]:
-    """Draw pictures, and the same at half their size."""
+    """Draw pictures of so many pixels, and the same at twice their size."""
     cases: list[dict[str, Any]] = []
     pictures: dict[str, bytes] = {}
-    for i, target in enumerate(_draw_all(side), 1):
+    for i, target in enumerate(_draw_all(2 * side), 1):
         image, wanted = f"images/picture-{i}.png", f"targets/picture-{i}.png"
         pictures |= {image: _encode(target.reduce(2)), wanted: _encode(target)}
         digests = {"sha256": digest_bytes(pictures[image]), "target_sha256": digest_bytes(pictures[wanted])}

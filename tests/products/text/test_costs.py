@@ -161,8 +161,14 @@ def test_a_run_of_another_size_says_nothing(sized: TextProduct, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "other",
-    [{"digest": "b"}, {"engine": "vllm"}, {"dtype": "float32"}, {"options": {"tensor-parallel-size": 2}}],
-    ids=["weights", "engine", "dtype", "cards"],
+    [
+        {"digest": "b"},
+        {"engine": "vllm"},
+        {"dtype": "float32"},
+        {"options": {"tensor-parallel-size": 2}},
+        {"options": {"pipeline-parallel-size": 2}},
+    ],
+    ids=["weights", "engine", "dtype", "cards", "stages"],
 )
 def test_a_run_by_another_path_says_nothing(sized: TextProduct, tmp_path: Path, other: dict[str, Any]) -> None:
     leave_run(tmp_path, **other)

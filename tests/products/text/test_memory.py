@@ -248,6 +248,27 @@ def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
         plan(make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2, "data_parallel_size": 2}), machine)
 
 
+def test_a_pipeline_divides_layers_among_cards_as_well(tmp_path: Path) -> None:
+    """70B on eight cards of 24 GiB was refused, as if each of two stages held all layers."""
+    shared = {"kind": "vllm", "command": ["vllm"], "version": "0.32.0", "tensor_parallel_size": 4}
+    stages = shared | {"options": {"pipeline-parallel-size": 2}}
+    folder, machine = write_hollow_llama(tmp_path / "70b", "70b"), make_machine(*8 * (24,), build="cpu")
+    four, eight = (plan(make_product(folder, [], engine), machine)["serving", "GPU"] for engine in (shared, stages))
+    assert eight.weights_mib == pytest.approx(four.weights_mib / 2, abs=2)
+    assert eight.other_mib < 0.6 * four.other_mib
+    with pytest.raises(CheckpointError, match=r"4 times pipeline-parallel-size 2 .* takes 8 GPUs, this machine has 4"):
+        plan(make_product(folder, [], stages), make_machine(*4 * (24,), build="cpu"))
+
+
+def test_weights_that_vllm_keeps_on_the_host_are_not_the_cards(tmp_path: Path) -> None:
+    """70B with 80 GiB of it on the host was refused on a card of 80, as if all of it had to fit there."""
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.32.0", "options": {"cpu-offload-gb": 80}}
+    folder = write_hollow_llama(tmp_path / "70b", "70b")
+    needs = plan(make_product(folder, [], engine), make_machine(80, memory_gib=256, build="cpu"))
+    assert needs["serving", "GPU"].weights_mib == pytest.approx(51.4 * GIB, rel=0.01)
+    assert needs["serving", "host"].weights_mib == 80 * GIB
+
+
 def make_pair(folder: Path, engine: dict[str, Any] | None = None) -> TextProduct:
     """Return a product that times a candidate against its reference, of 15 GiB each."""
     product = make_product(folder, [], engine)
