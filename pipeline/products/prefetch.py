@@ -108,9 +108,9 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
         QuantgateError: stage `env` failed.
     """
     start = time.monotonic()
+    params = load_params()  # stage `env` would tell a mistake there too, and then that it failed
+    candidates = choose_candidates(params, names)
     with lock_project():
-        params = load_params()  # stage `env` would tell a mistake there too, and then that it failed
-        candidates = choose_candidates(params, names)
         run_env()
         watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
         num_jobs = num_jobs or count_jobs(params, candidates.values())

@@ -335,8 +335,20 @@ def test_how_a_step_ended_is_said(
     assert f"people: {said}" in shown and ("failed: optimize@people" in shown) == failed
 
 
-def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["prefetch", "repro"])
+def test_where_no_project_is_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     monkeypatch.chdir(tmp_path)
+    assert main([command]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantgate: params.yaml: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_prefetch_is_refused(params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefetch, "load_params", lambda: params)
     with prefetch.lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):
         prefetch.prefetch([], 1)
 
