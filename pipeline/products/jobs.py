@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from pipeline.products.params import Params
 from pipeline.running.environment import (
@@ -28,18 +29,26 @@ def count_jobs(params: Params, products: Collection[Product]) -> int:
 
     Without a GPU not more than fit into memory: several that quantise a large model at once would be killed.
     Small models share GPUs, so more of them are worked on at once, where memory and cores allow it and
-    `execution.num_workers` names no number. 0 where nothing is gained: a cluster works for one candidate, or one
-    candidate for the only GPU.
+    `execution.num_workers` names no number. Where an engine takes GPUs whole, there are enough of them for each. 0
+    where nothing is gained: a cluster works for one candidate, or one candidate for the only GPU.
     """
     if isinstance(params.execution, RayExecution):
         return 0
     num_jobs = min(product.num_workers for product in products)
     is_auto = params.execution.num_workers == "auto"
-    if not list_own_gpus():
+    if not (gpus := list_own_gpus()):
         return min(num_jobs, max(1, _count_on_host(products, _PROCESS_MIB))) if is_auto else num_jobs
-    if is_auto:
+    if num_whole := max(count_whole_gpus(own) for product in products for own in product.candidates.values()):
+        num_jobs = min(num_jobs, len(gpus) // num_whole)
+    elif is_auto:
         num_jobs = max(num_jobs, _count_sharing(products))
     return 0 if num_jobs == 1 else num_jobs
+
+
+def count_whole_gpus(candidate: Any) -> int:
+    """Return how many GPUs a candidate's engine takes whole, as vLLM does; 0: it shares them."""
+    engine = getattr(candidate, "engine", None)
+    return int(getattr(engine, "tensor_parallel_size", 0) * getattr(engine, "data_parallel_size", 0))
 
 
 def _count_sharing(products: Collection[Product]) -> int:

@@ -23,6 +23,7 @@ from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch import choose_candidates
 from pipeline.products.prefetch_step import Order
+from pipeline.products.text.settings import VllmEngine
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
@@ -214,6 +215,42 @@ def test_each_candidate_has_its_gpus(
     share = prefetch.Share(params, defaultdict(dict), num_jobs, gpus)
     people = params.products["people"]
     assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
+
+
+def take_gpus(product: Product, num_gpus: int) -> Product:
+    """Have vLLM serve the reference of the agent, each model on so many GPUs."""
+    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", tensor_parallel_size=num_gpus)
+    reference = product.candidates["agent"].model_copy(update={"engine": engine})
+    return product.model_copy(update={"candidates": product.candidates | {"agent": reference}})
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "needed", "num_jobs"),
+    [
+        (4, 4, 0),
+        (8, 4, 2),
+        (8, 3, 2),
+        (8, 1, 8),
+        (1, 1, 0),  # vLLM takes a card whole, however small the model
+    ],
+)
+def test_a_candidate_that_takes_gpus_whole_has_them(
+    params: Params, monkeypatch: pytest.MonkeyPatch, num_gpus: int, needed: int, num_jobs: int
+) -> None:
+    """A model that vLLM splits among four cards was given one of them; small ones were several on a card."""
+    gpus = tuple(map(str, range(num_gpus)))
+    found = {"list_own_gpus": gpus, "read_gpu_free_mib": (140_000,) * num_gpus, "count_cores": 64}
+    found |= {"read_available_mib": 2_000 << 10, "_measure_mib": 6}
+    for name, value in found.items():
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    product = take_gpus(params.products["agent"].use_workers(num_gpus), needed)
+    assert count_jobs(params, [product]) == num_jobs
+    named = replace(params, execution=LocalExecution(num_workers=num_gpus))
+    assert count_jobs(named, [product]) == num_jobs
+    for asked in {num_jobs or 1, 8}:  # whoever asks for more shares cards
+        share = prefetch.Share(params, defaultdict(dict), asked, gpus)
+        given = [(share.give("agent", product, place).gpus or "").split(",") for place in range(asked)]
+        assert all(len(set(own)) >= needed for own in given)
 
 
 def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
