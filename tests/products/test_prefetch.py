@@ -217,9 +217,10 @@ def test_each_candidate_has_its_gpus(
     assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
 
 
-def take_gpus(product: Product, num_gpus: int) -> Product:
+def take_gpus(product: Product, num_gpus: int, **sizes: Any) -> Product:
     """Have vLLM serve the reference of the agent, each model on so many GPUs."""
-    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", tensor_parallel_size=num_gpus)
+    sizes = sizes or {"tensor_parallel_size": num_gpus}
+    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", **sizes)
     reference = product.candidates["agent"].model_copy(update={"engine": engine})
     return product.model_copy(update={"candidates": product.candidates | {"agent": reference}})
 
@@ -251,6 +252,31 @@ def test_a_candidate_that_takes_gpus_whole_has_them(
         share = prefetch.Share(params, defaultdict(dict), asked, gpus)
         given = [(share.give("agent", product, place).gpus or "").split(",") for place in range(asked)]
         assert all(len(set(own)) >= needed for own in given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_gpus"),
+    [({"data_parallel_size": 2}, 2), ({"tensor_parallel_size": 2, "options": {"pipeline-parallel-size": 2}}, 4)],
+)
+def test_all_gpus_of_an_engine_count(params: Params, sizes: dict[str, Any], num_gpus: int) -> None:
+    product = take_gpus(params.products["agent"], num_gpus, **sizes)
+    assert jobs.count_whole_gpus(product.candidates["agent"]) == num_gpus
+    assert jobs.count_whole_gpus(params.products["agent"].candidates["agent"]) == 0
+
+
+@pytest.mark.parametrize(("host_gib", "mib", "num_jobs"), [(192, 16_000, 2), (2_000, 16_000, 8), (64, 16_000, 0)])
+def test_on_several_gpus_as_many_candidates_work_at_once_as_fit_into_memory(
+    params: Params, monkeypatch: pytest.MonkeyPatch, host_gib: int, mib: int, num_jobs: int
+) -> None:
+    """They are quantised in the memory of the host, one for each of eight GPUs."""
+    gpus = tuple(map(str, range(8)))
+    found = {"list_own_gpus": gpus, "read_gpu_free_mib": (80_000,) * 8, "count_cores": 64}
+    found |= {"read_available_mib": host_gib << 10, "_measure_mib": mib}
+    for name, value in found.items():
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    products = [params.products["agent"].use_workers(8)]
+    assert count_jobs(params, products) == num_jobs
+    assert count_jobs(replace(params, execution=LocalExecution(num_workers=8)), products) == 8
 
 
 def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
