@@ -33,6 +33,7 @@ from pipeline.gate.loosening import MANIFEST, compare_with_release, name_materia
 from pipeline.gate.verdicts import VERDICT_FILE, build_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
 from pipeline.products.params import Params, load_params  # noqa: E402
+from pipeline.products.prefetch import lock_project  # noqa: E402
 from pipeline.products.vision.settings import VisionProduct  # noqa: E402
 from pipeline.records.digests import digest_file  # noqa: E402
 from pipeline.records.files import write_text  # noqa: E402
@@ -77,7 +78,8 @@ def check_results(products: Sequence[str], *, blocked: Collection[str] = ()) -> 
     gates = [f"gate@{product}" for product in products]
     try:
         commands = read_commands(Path())
-        shutil.rmtree(ENV_FILES, ignore_errors=True)  # none that somebody committed stands for this code's own
+        with lock_project():  # a run beside this one has its locks there
+            shutil.rmtree(ENV_FILES, ignore_errors=True)  # none that somebody committed stands for this code's own
         for command in commands.get(ENV, [f"echo dvc.yaml: expected a stage {ENV}, found none; exit 1"]):
             code, said = run("sh", "-c", command)
             if code:
@@ -231,6 +233,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gate_committed", description="Gate what is committed.")
     parser.add_argument("--markdown", type=Path, help="file for a comment")
     given = parser.parse_args(argv)
+    if given.markdown and given.markdown.is_dir():
+        parser.error(f"--markdown: expected a file, {str(given.markdown)!r} is a folder; name a file in it")
     checks = check_all()
     for check in checks:
         print(f"{'pass   ' if check.is_right else 'BLOCKED'}  {check.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from pipeline.products.params import Params
 from pipeline.running.environment import (
@@ -26,26 +27,39 @@ _OWN_MIB, _GPU_COPIES, _HOST_COPIES = 4 << 10, 8, 4
 def count_jobs(params: Params, products: Collection[Product]) -> int:
     """Return how many candidates to work on at once: as many as the product with the fewest has workers.
 
-    Without a GPU not more than fit into memory: several that quantise a large model at once would be killed.
-    Small models share GPUs, so more of them are worked on at once, where memory and cores allow it and
-    `execution.num_workers` names no number. 0 where nothing is gained: a cluster works for one candidate, or one
+    Unless `execution.num_workers` names a number, not more than fit into memory: several that quantise a large model at
+    once would be killed. Small models share GPUs then, where memory and cores allow it. Where an engine takes GPUs
+    whole, there are enough of them for each. 0 where nothing is gained: a cluster works for one candidate, or one
     candidate for the only GPU.
     """
     if isinstance(params.execution, RayExecution):
         return 0
     num_jobs = min(product.num_workers for product in products)
     is_auto = params.execution.num_workers == "auto"
-    if not list_own_gpus():
+    if not (gpus := list_own_gpus()):
         return min(num_jobs, max(1, _count_on_host(products, _PROCESS_MIB))) if is_auto else num_jobs
-    if is_auto:
+    if num_whole := max(count_whole_gpus(own) for product in products for own in product.candidates.values()):
+        num_jobs = min(num_jobs, len(gpus) // num_whole)
+    elif is_auto:
         num_jobs = max(num_jobs, _count_sharing(products))
+    if is_auto:
+        num_jobs = min(num_jobs, _count_on_host(products, _OWN_MIB))
     return 0 if num_jobs == 1 else num_jobs
 
 
+def count_whole_gpus(candidate: Any) -> int:
+    """Return how many GPUs a candidate's engine takes whole, as vLLM does; 0: it shares them."""
+    engine: Any = getattr(candidate, "engine", None)
+    if not hasattr(engine, "tensor_parallel_size"):
+        return 0
+    stages = engine.options.get("pipeline-parallel-size", 1)
+    return int(engine.tensor_parallel_size * engine.data_parallel_size * stages)
+
+
 def _count_sharing(products: Collection[Product]) -> int:
-    """Return how many candidates surely fit on the GPUs and the host together, by the largest checkpoint."""
+    """Return how many candidates surely fit on the GPUs, by the largest checkpoint, each with a core."""
     on_gpus = sum(free // (_OWN_MIB + _GPU_COPIES * _find_largest_mib(products)) for free in read_gpu_free_mib())
-    return min(on_gpus, _count_on_host(products, _OWN_MIB), count_cores())
+    return min(on_gpus, count_cores())
 
 
 def _count_on_host(products: Collection[Product], own_mib: int) -> int:

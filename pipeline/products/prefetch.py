@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from pipeline.errors import EvidenceError, JournalError, QuantgateError, SettingsError
 from pipeline.products import KINDS
 from pipeline.products.inputs import WORKS
-from pipeline.products.jobs import count_jobs
+from pipeline.products.jobs import count_jobs, count_whole_gpus
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch_step import Order, carry_out, preload
 from pipeline.records.plain_text import format_line
@@ -67,7 +67,9 @@ class Share:
 
     def give(self, name: str, product: Product, place: int) -> Order:
         """Return the order for a candidate at a place, counted from 0; its stage is to be filled in."""
-        own = self.gpus[place :: self.num_jobs] or self.gpus[place % max(1, len(self.gpus)) :][:1]
+        start = place % max(1, len(self.gpus))
+        needed = [*self.gpus[start:], *self.gpus[:start]][: max(1, count_whole_gpus(product.candidates[name]))]
+        own = max(self.gpus[place :: self.num_jobs], needed, key=len)
         return Order(
             stage="",
             candidate=name,
@@ -108,9 +110,9 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
         QuantgateError: stage `env` failed.
     """
     start = time.monotonic()
+    params = load_params()  # stage `env` would tell a mistake there too, and then that it failed
+    candidates = choose_candidates(params, names)
     with lock_project():
-        params = load_params()  # stage `env` would tell a mistake there too, and then that it failed
-        candidates = choose_candidates(params, names)
         run_env()
         watched = {name: {stage: read_watched(stage, name) for stage in STAGES} for name in candidates}
         num_jobs = num_jobs or count_jobs(params, candidates.values())

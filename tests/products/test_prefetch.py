@@ -23,6 +23,7 @@ from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch import choose_candidates
 from pipeline.products.prefetch_step import Order
+from pipeline.products.text.settings import VllmEngine
 from pipeline.running.prefetched import read_watched
 from pipeline.running.progress_view import View
 from pipeline.running.stage_code import digest_code, list_code
@@ -216,6 +217,68 @@ def test_each_candidate_has_its_gpus(
     assert [share.give("people", people, place).gpus for place in range(num_jobs)] == shares
 
 
+def take_gpus(product: Product, num_gpus: int, **sizes: Any) -> Product:
+    """Have vLLM serve the reference of the agent, each model on so many GPUs."""
+    sizes = sizes or {"tensor_parallel_size": num_gpus}
+    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", **sizes)
+    reference = product.candidates["agent"].model_copy(update={"engine": engine})
+    return product.model_copy(update={"candidates": product.candidates | {"agent": reference}})
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "needed", "num_jobs"),
+    [
+        (4, 4, 0),
+        (8, 4, 2),
+        (8, 3, 2),
+        (8, 1, 8),
+        (1, 1, 0),  # vLLM takes a card whole, however small the model
+    ],
+)
+def test_a_candidate_that_takes_gpus_whole_has_them(
+    params: Params, monkeypatch: pytest.MonkeyPatch, num_gpus: int, needed: int, num_jobs: int
+) -> None:
+    """A model that vLLM splits among four cards was given one of them; small ones were several on a card."""
+    gpus = tuple(map(str, range(num_gpus)))
+    found = {"list_own_gpus": gpus, "read_gpu_free_mib": (140_000,) * num_gpus, "count_cores": 64}
+    found |= {"read_available_mib": 2_000 << 10, "_measure_mib": 6}
+    for name, value in found.items():
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    product = take_gpus(params.products["agent"].use_workers(num_gpus), needed)
+    assert count_jobs(params, [product]) == num_jobs
+    named = replace(params, execution=LocalExecution(num_workers=num_gpus))
+    assert count_jobs(named, [product]) == num_jobs
+    for asked in {num_jobs or 1, 8}:  # whoever asks for more shares cards
+        share = prefetch.Share(params, defaultdict(dict), asked, gpus)
+        given = [(share.give("agent", product, place).gpus or "").split(",") for place in range(asked)]
+        assert all(len(set(own)) >= needed for own in given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_gpus"),
+    [({"data_parallel_size": 2}, 2), ({"tensor_parallel_size": 2, "options": {"pipeline-parallel-size": 2}}, 4)],
+)
+def test_all_gpus_of_an_engine_count(params: Params, sizes: dict[str, Any], num_gpus: int) -> None:
+    product = take_gpus(params.products["agent"], num_gpus, **sizes)
+    assert jobs.count_whole_gpus(product.candidates["agent"]) == num_gpus
+    assert jobs.count_whole_gpus(params.products["agent"].candidates["agent"]) == 0
+
+
+@pytest.mark.parametrize(("host_gib", "mib", "num_jobs"), [(192, 16_000, 2), (2_000, 16_000, 8), (64, 16_000, 0)])
+def test_on_several_gpus_as_many_candidates_work_at_once_as_fit_into_memory(
+    params: Params, monkeypatch: pytest.MonkeyPatch, host_gib: int, mib: int, num_jobs: int
+) -> None:
+    """They are quantised in the memory of the host, one for each of eight GPUs."""
+    gpus = tuple(map(str, range(8)))
+    found = {"list_own_gpus": gpus, "read_gpu_free_mib": (80_000,) * 8, "count_cores": 64}
+    found |= {"read_available_mib": host_gib << 10, "_measure_mib": mib}
+    for name, value in found.items():
+        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+    products = [params.products["agent"].use_workers(8)]
+    assert count_jobs(params, products) == num_jobs
+    assert count_jobs(replace(params, execution=LocalExecution(num_workers=8)), products) == 8
+
+
 def test_workers_are_divided_and_one_is_left_to_each(params: Params) -> None:
     product = params.products["agent"].use_workers(5)
     numbers = [
@@ -335,8 +398,20 @@ def test_how_a_step_ended_is_said(
     assert f"people: {said}" in shown and ("failed: optimize@people" in shown) == failed
 
 
-def test_a_second_prefetch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["prefetch", "repro"])
+def test_where_no_project_is_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     monkeypatch.chdir(tmp_path)
+    assert main([command]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantgate: params.yaml: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_prefetch_is_refused(params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefetch, "load_params", lambda: params)
     with prefetch.lock_project(), pytest.raises(JournalError, match="expected one prefetch at a time"):
         prefetch.prefetch([], 1)
 

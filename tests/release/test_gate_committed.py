@@ -14,6 +14,7 @@ import pytest
 from dvc.repo import Repo
 
 from pipeline.products.params import load_params
+from pipeline.products.prefetch import lock_project
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import Manifest
 from pipeline.release.recipe import find_other_material
@@ -317,6 +318,27 @@ def test_what_digests_the_code_must_run_and_nothing_stands_for_it(
     found = gate_committed.check_results([PRODUCT, "fonts"])
     assert not found.is_right and "dvc.yaml: env.cmd: expected 'python -m stages.env', got 'true'" in found.said
     assert not committed.exists()
+
+
+def test_beside_a_run_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the run's lock away, and its turns: a second run could start, and what is timed was no more alone."""
+    monkeypatch.chdir(tmp_path)
+    write_stages(tmp_path)
+    monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {})
+    with lock_project():
+        found = gate_committed.check_results([PRODUCT, "fonts"])
+        assert not found.is_right and found.said.startswith("build/env/prefetch.lock: expected one prefetch at a time")
+        assert Path("build/env/prefetch.lock").exists()
+
+
+def test_a_comment_that_can_t_be_written_is_one_line_ahead_of_all_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate_committed, "check_all", lambda: pytest.fail("minutes of work"))
+    with pytest.raises(SystemExit) as caught:
+        gate_committed.main(["--markdown", str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"--markdown: expected a file, '{tmp_path}' is a folder; name a file in it" in capsys.readouterr().err
 
 
 def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import JournalError
+from pipeline.errors import JournalError, SettingsError
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
@@ -297,6 +297,12 @@ def test_pages_of_a_product_that_is_gone_are_not_shown(
         write_text(Path(f"mlartifacts/pages-{name}.txt"), f"{name} #/runs\n")
     assert show_pages.main(["http://host:1"]) == 0
     assert capsys.readouterr().out == "shots http://host:1/#/runs\n"
+
+
+@pytest.mark.parametrize("given", [[], ["http://host:1", "http://host:2"]])
+def test_pages_are_below_one_address(given: list[str]) -> None:
+    with pytest.raises(SettingsError, match="^expected one address, such as http://127.0.0.1:5000, got '"):
+        show_pages.main(given)
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:

@@ -82,6 +82,17 @@ def test_each_step_has_a_row_that_fits(tmp_path: Path, clock: Clock, width: int)
     assert lines[-2] == "awq optimize" and lines[-1].strip().startswith("2 replicas (a 20/s), 1 dead")
 
 
+@pytest.mark.parametrize(("seconds", "rate"), [(4, "0.5/s"), (40, "3.0/min"), (600, "0.2/min")])
+def test_the_rate_of_slow_cases_is_no_zero(tmp_path: Path, clock: Clock, seconds: float, rate: str) -> None:
+    """Of pictures that take half a minute each the bars said 0.0 a second."""
+    view, phase = open_view(tmp_path, clock)
+    view.begin("evaluate@int8")
+    phase.take(Fact("evaluate@int8", "views", "pictures", 0, 100))
+    clock.now += seconds
+    phase.take(Fact("evaluate@int8", "views", "pictures", 2, 100))
+    assert f" 2/100 {rate} " in draw(view)[-1]
+
+
 def test_a_log_has_a_line_for_each_step_and_one_for_the_run(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
