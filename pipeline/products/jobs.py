@@ -53,7 +53,8 @@ def count_whole_gpus(candidate: Any) -> int:
     if not hasattr(engine, "tensor_parallel_size"):
         return 0
     stages = engine.options.get("pipeline-parallel-size", 1)
-    return int(engine.tensor_parallel_size * engine.data_parallel_size * stages)
+    is_count = isinstance(stages, int) and stages > 0  # what is none is vLLM's to refuse
+    return int(engine.tensor_parallel_size * engine.data_parallel_size * (stages if is_count else 1))
 
 
 def _count_sharing(products: Collection[Product]) -> int:

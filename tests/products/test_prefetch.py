@@ -552,3 +552,10 @@ def test_half_a_lock_that_a_kill_left_is_removed(
     path.write_text(content)
     prefetch._remove_half_a_lock()
     assert path.exists() == (content == "{}") and bool(capsys.readouterr().err) == (content != "{}")
+
+
+@pytest.mark.parametrize("stages", ["2", "all", None, 0, True])
+def test_a_number_of_stages_that_is_none_is_left_to_vllm_to_refuse(params: Params, stages: Any) -> None:
+    """The checks before work count it as one stage; here it was a traceback, or 2222 GPUs."""
+    agent = take_gpus(params.products["agent"], 4, tensor_parallel_size=4, options={"pipeline-parallel-size": stages})
+    assert jobs.count_whole_gpus(agent.candidates["agent"]) == 4
