@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from pipeline.products.params import Params
 from pipeline.running.environment import (
@@ -38,23 +37,13 @@ def count_jobs(params: Params, products: Collection[Product]) -> int:
     is_auto = params.execution.num_workers == "auto"
     if not (gpus := list_own_gpus()):
         return min(num_jobs, max(1, _count_on_host(products, _PROCESS_MIB))) if is_auto else num_jobs
-    if num_whole := max(count_whole_gpus(own) for product in products for own in product.candidates.values()):
+    if num_whole := max(product.count_whole_gpus(name) for product in products for name in product.candidates):
         num_jobs = min(num_jobs, len(gpus) // num_whole)
     elif is_auto:
         num_jobs = max(num_jobs, _count_sharing(products))
     if is_auto:
         num_jobs = min(num_jobs, _count_on_host(products, _OWN_MIB))
     return 0 if num_jobs == 1 else num_jobs
-
-
-def count_whole_gpus(candidate: Any) -> int:
-    """Return how many GPUs a candidate's engine takes whole, as vLLM does; 0: it shares them."""
-    engine: Any = getattr(candidate, "engine", None)
-    if not hasattr(engine, "tensor_parallel_size"):
-        return 0
-    stages = engine.options.get("pipeline-parallel-size", 1)
-    is_count = isinstance(stages, int) and stages > 0  # what is none is vLLM's to refuse
-    return int(engine.tensor_parallel_size * engine.data_parallel_size * (stages if is_count else 1))
 
 
 def _count_sharing(products: Collection[Product]) -> int:

@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from pipeline.errors import EvidenceError, JournalError, QuantgateError, SettingsError
 from pipeline.products import KINDS
 from pipeline.products.inputs import WORKS
-from pipeline.products.jobs import count_jobs, count_whole_gpus
+from pipeline.products.jobs import count_jobs
 from pipeline.products.params import Params, load_params
 from pipeline.products.prefetch_step import Order, carry_out, preload
 from pipeline.records.plain_text import format_line
@@ -68,7 +68,7 @@ class Share:
     def give(self, name: str, product: Product, place: int) -> Order:
         """Return the order for a candidate at a place, counted from 0; its stage is to be filled in."""
         start = place % max(1, len(self.gpus))
-        needed = [*self.gpus[start:], *self.gpus[:start]][: max(1, count_whole_gpus(product.candidates[name]))]
+        needed = [*self.gpus[start:], *self.gpus[:start]][: max(1, product.count_whole_gpus(name))]
         own = max(self.gpus[place :: self.num_jobs], needed, key=len)
         return Order(
             stage="",

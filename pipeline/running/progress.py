@@ -151,12 +151,17 @@ def format_fact(fact: Fact, seconds: float, *, left_s: float | None = None) -> s
     left_s = predict_left_s(fact, seconds) if left_s is None else left_s
     parts = [f"{fact.piece}: {fact.done:,}/{fact.total:,} {fact.unit}"]
     if fact.done < fact.total and (rate := measure_rate(fact, seconds)):
-        parts.append(f"{rate:.1f} {fact.unit}/s")
+        parts.append(format_rate(rate, f" {fact.unit}"))
     if fact.note:
         parts.append(fact.note)
     if left_s:
         parts.append(f"about {format_duration(left_s)} left")
     return ", ".join(parts)
+
+
+def format_rate(per_s: float, unit: str = "") -> str:
+    """Return a rate with a digit that says something, where a case takes long too."""
+    return f"{per_s:.1f}{unit}/s" if per_s >= 0.1 else f"{per_s * 60:.1f}{unit}/min"
 
 
 def format_duration(seconds: float) -> str:

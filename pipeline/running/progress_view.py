@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.running.last_times import LastTimes
-from pipeline.running.progress import FILE, Fact, format_duration, format_fact, measure_rate, read_cpu_s
+from pipeline.running.progress import FILE, Fact, format_duration, format_fact, format_rate, measure_rate, read_cpu_s
 from pipeline.running.run_state import Clock, Ending, Estimate, Phase, Step
 from pipeline.running.run_summary import format_summary
 
@@ -335,7 +335,7 @@ def _draw_steps(phase: Phase, *, is_wide: bool) -> Table:
             others = len(work) - 1
             piece, count = fact.piece + f" +{others}" * (others > 0), f"{fact.done:,}/{fact.total:,}"
             per_s = measure_rate(fact, phase.now - began)
-            rate = _format_rate(per_s) if per_s and fact.done < fact.total else ""
+            rate = format_rate(per_s) if per_s and fact.done < fact.total else ""
         left_s = phase.predict_step_s(step)
         left = "" if left_s is None else _format_clock(left_s)
         name = f"{step.owner} {step.stage}".strip()
@@ -356,11 +356,6 @@ def _draw_step_bar(phase: Phase, step: Step, left_s: float | None) -> ProgressBa
         gone = phase.now - step.start
         return _draw_bar(gone + left_s or 1.0, gone)
     return next((_draw_bar(fact.total, fact.done) for fact, _ in step.find_work(phase.now)), "")
-
-
-def _format_rate(per_s: float) -> str:
-    """Return a rate with a digit that says something, where a case takes long too."""
-    return f"{per_s:.1f}/s" if per_s >= 0.1 else f"{per_s * 60:.1f}/min"
 
 
 def _format_clock(seconds: float) -> str:

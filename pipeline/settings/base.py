@@ -157,6 +157,10 @@ class Product(Settings):
         """How many processes it has at once; 1 for a kind without such a setting."""
         return int(getattr(getattr(self, "resources", None), self.workers_key, 1))
 
+    def count_whole_gpus(self, candidate: str) -> int:
+        """Return how many GPUs nobody else may use while a candidate of that name is evaluated; 0: it shares them."""
+        return 0
+
     def restrict(self, names: Collection[str]) -> Self:
         """Return the settings with only these candidates."""
         kept = {name: candidate for name, candidate in self.candidates.items() if name in names}

@@ -260,8 +260,8 @@ def test_a_candidate_that_takes_gpus_whole_has_them(
 )
 def test_all_gpus_of_an_engine_count(params: Params, sizes: dict[str, Any], num_gpus: int) -> None:
     product = take_gpus(params.products["agent"], num_gpus, **sizes)
-    assert jobs.count_whole_gpus(product.candidates["agent"]) == num_gpus
-    assert jobs.count_whole_gpus(params.products["agent"].candidates["agent"]) == 0
+    assert product.count_whole_gpus("agent") == num_gpus
+    assert params.products["agent"].count_whole_gpus("agent") == 0
 
 
 @pytest.mark.parametrize(("host_gib", "mib", "num_jobs"), [(192, 16_000, 2), (2_000, 16_000, 8), (64, 16_000, 0)])
@@ -558,4 +558,4 @@ def test_half_a_lock_that_a_kill_left_is_removed(
 def test_a_number_of_stages_that_is_none_is_left_to_vllm_to_refuse(params: Params, stages: Any) -> None:
     """The checks before work count it as one stage; here it was a traceback, or 2222 GPUs."""
     agent = take_gpus(params.products["agent"], 4, tensor_parallel_size=4, options={"pipeline-parallel-size": stages})
-    assert jobs.count_whole_gpus(agent.candidates["agent"]) == 4
+    assert agent.count_whole_gpus("agent") == 4

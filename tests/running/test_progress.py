@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.running.progress import FILE, STEP, Fact, Progress, begin_step, format_duration, predict_left_s, tell
+from pipeline.running.progress import (
+    FILE,
+    STEP,
+    Fact,
+    Progress,
+    begin_step,
+    format_duration,
+    format_fact,
+    predict_left_s,
+    tell,
+)
 from pipeline.running.progress_view import FactFile
 
 
@@ -39,6 +49,13 @@ def test_without_a_view_a_line_comes_every_ten_seconds(
         "  choices: 40/100 cases, 2.0 cases/s, about 30 s left",
         "  choices: 60/100 cases, 2.0 cases/s, about 20 s left",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(4, "0.5 pictures/s"), (40, "3.0 pictures/min")])
+def test_the_rate_of_slow_cases_is_no_zero(seconds: float, rate: str) -> None:
+    assert format_fact(Fact("evaluate@int8", "views", "pictures", 2, 100), seconds).startswith(
+        f"views: 2/100 pictures, {rate}"
+    )
 
 
 def test_a_view_gets_facts_and_the_last_one_in_any_case(

@@ -19,6 +19,8 @@ TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 2, "F8_E5M2": 2}
 _PACKED = ".weight_packed"  # of compressed-tensors: INT4 or INT8 weights in int32; `qweight` of others stays packed
 _SCALES = (".weight_scale", ".scales")
+# of a model whose config.json lists no `layer_types`: each such layer attends to all tokens, those between to a window
+_FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 _BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name in a numbered block
 
 
@@ -56,9 +58,16 @@ def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_l
     head_dim = text.get("head_dim") or (text.get("hidden_size", 0) // num_heads if num_heads else 0)
     token_bytes = 2 * (text.get("num_key_value_heads") or num_heads) * head_dim * item_bytes
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    kinds = text.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
+    kinds = text.get("layer_types") or _list_kinds(text, num_layers)
     lengths = [min(context_length, window) if window and "sliding" in kind else context_length for kind in kinds]
     return num_requests * token_bytes * sum(lengths)
+
+
+def _list_kinds(text: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return the kinds of layers of a model with a window, as its architecture has them."""
+    every = text.get("sliding_window_pattern") or _FULL_LAYERS.get(text.get("model_type", ""))
+    is_full = [isinstance(every, int) and every > 0 and i % every == 0 for i in range(1, num_layers + 1)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
 def find_block_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -36,7 +36,6 @@ _PROCESS_MIB = 700  # a Python process with torch and transformers imported
 _GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
 _CONTEXT_MIB = 600  # on the GPU, before the first tensor
 _SHARE = "gpu-memory-utilization"  # of vLLM: where it is set a benchmark does not halve it
-_STAGES = "pipeline-parallel-size"  # of vLLM: parts that have whole layers
 _OFFLOADED = "cpu-offload-gb"  # of vLLM: GiB of each card's weights
 _BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
@@ -197,15 +196,12 @@ def _plan_serving(
 def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
     """Return in how many parts the weights are split, by layer and within layers, and how many copies there are."""
     engine = candidate.engine
-    if not isinstance(engine, VllmEngine):
-        return 1, 1
-    return engine.tensor_parallel_size * _count_stages(candidate), engine.data_parallel_size
+    return (engine.num_parts, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
 
 
 def _count_stages(candidate: CandidateSettings) -> int:
-    """Return in how many parts the layers are split; a number that is none is vLLM's to refuse."""
-    stages = candidate.engine.options.get(_STAGES, 1) if isinstance(candidate.engine, VllmEngine) else 1
-    return stages if _is_count(stages) else 1
+    """Return in how many parts the layers are split."""
+    return candidate.engine.num_stages if isinstance(candidate.engine, VllmEngine) else 1
 
 
 def _count_card_bytes(candidate: CandidateSettings, weights: int) -> float:

@@ -29,6 +29,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / CONFIG_FILE)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / CONFIG_FILE}: expected a `model_type`, got {config.get('model_type')!r}")
+    if not isinstance(find_text(config), dict):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: text_config: expected a mapping, got {find_text(config)!r}; copy it again"
+        )
     return config
 
 

@@ -33,6 +33,11 @@ class Engine(Settings):
     is_embedded: ClassVar[bool] = False
     is_attached: ClassVar[bool] = False
 
+    @property
+    def num_whole_gpus(self) -> int:
+        """GPUs that it takes whole; 0: it shares them."""
+        return 0
+
     def build_serving(self) -> dict[str, Any]:
         """Return what the engine adds to how a candidate is served, as `ServingConfig` names it."""
         return self.model_dump(exclude={"kind"})
@@ -56,6 +61,22 @@ class VllmEngine(Engine):
     tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs that share each layer
     data_parallel_size: int = Field(default=1, ge=1)  # copies of the model behind one address
     report_kernels: bool = False  # put the dispatched kernels into the fingerprint; the command must keep PYTHONPATH
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that have whole layers; a number that is none is vLLM's to refuse."""
+        stages = self.options.get("pipeline-parallel-size", 1)
+        return stages if type(stages) is int and stages > 0 else 1
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the weights, each on a GPU of its own."""
+        return self.tensor_parallel_size * self.num_stages
+
+    @property
+    def num_whole_gpus(self) -> int:
+        """GPUs of all copies."""
+        return self.num_parts * self.data_parallel_size
 
     def build_serving(self) -> dict[str, Any]:
         """Return command, release and environment, and all that is asked for as options of `vllm serve`.
@@ -280,6 +301,10 @@ class TextProduct(Product):
             "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
             "timed": () if limit is None else tuple(self.release),
         }
+
+    def count_whole_gpus(self, candidate: str) -> int:
+        """Return how many GPUs a candidate's engine takes whole, as vLLM does."""
+        return self.candidates[candidate].engine.num_whole_gpus
 
     def restrict(self, names: Collection[str]) -> Self:
         """Return the settings with only these candidates, timed ones among them."""

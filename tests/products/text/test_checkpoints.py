@@ -136,6 +136,10 @@ def damage_model_type(folder: Path) -> None:
     edit_json(folder / "config.json", model_type=None)
 
 
+def damage_text_config(folder: Path) -> None:
+    edit_json(folder / "config.json", text_config=["no", "mapping"])
+
+
 def damage_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
@@ -165,6 +169,7 @@ DAMAGES = [
     (damage_config, "config.json: not readable as JSON"),
     (damage_no_config, "config.json: expected a file, found none"),
     (damage_model_type, "expected a `model_type`, got None"),
+    (damage_text_config, r"text_config: expected a mapping, got \['no', 'mapping'\]"),
     (damage_no_tokenizer, "tokenizer.json: expected the tokenizer, found no file"),
     (damage_tokenizer, "tokenizer.json: not readable as JSON"),
     (damage_vocabulary, "ids up to 320, the embedding has 320 rows"),

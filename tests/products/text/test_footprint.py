@@ -76,10 +76,12 @@ def test_eight_bit_floats_are_wider_where_nothing_computes_with_them() -> None:
     [
         ({}, 1000 * 32),
         ({"sliding_window": 100}, 100 * 32),
+        ({"sliding_window": 100, "model_type": "gemma2"}, 1100 * 16),
+        ({"sliding_window": 100, "sliding_window_pattern": 4}, 100 * 24 + 1000 * 8),
         ({"sliding_window": 100, "use_sliding_window": False}, 1000 * 32),
         ({"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 16}, 1100 * 16),
     ],
-    ids=["grouped", "window", "window-off", "every-other"],
+    ids=["grouped", "window", "gemma2", "pattern", "window-off", "every-other"],
 )
 def test_a_cache_holds_keys_and_values_of_each_layer(config: dict[str, Any], tokens: int) -> None:
     expected = 3 * tokens * 2 * 8 * 128 * 2

@@ -70,6 +70,7 @@ class _ChatHandler(ChatCompletionHandler):
         self._tokens: list[int] = []
         self._logprobs: list[dict[str, Any]] | None = None
         self._queue: CutQueue | None = None
+        self._parser: AnswerParser | None = None
 
     # ----- what the library asks for -----
 
@@ -95,13 +96,13 @@ class _ChatHandler(ChatCompletionHandler):
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, gen_config: Any, gen_manager: Any
     ) -> Any:
         self._set_room(inputs, gen_config)
-        parser = self._build_parser(inputs)
         if self._asked.stops:
             self.generate_streaming(model, processor, inputs, gen_config, request_id)
             assert self._queue is not None
             items = await collect(self._queue)
             num_tokens, is_stopped = self._queue.total_tokens, self._queue.is_stopped
         else:
+            parser = self._parser = self._build_parser(inputs)
             text, _, tokens = await self.generate_non_streaming(model, processor, inputs, gen_config, request_id)
             items = parser.read(processor.decode(tokens)) if parser else [text]
             num_tokens, is_stopped = len(tokens), False
@@ -109,7 +110,7 @@ class _ChatHandler(ChatCompletionHandler):
         calls = [item for item in items if isinstance(item, ToolCall)]
         completion = self._build_completion(
             request_id,
-            content.strip() if parser else content,
+            content.strip() if self._parser else content,
             model_id,
             "length" if num_tokens >= gen_config.max_new_tokens and not is_stopped else "stop",
             _build_usage(_count_tokens(inputs["input_ids"]), num_tokens),
@@ -178,9 +179,9 @@ class _ChatHandler(ChatCompletionHandler):
         response_parser: Any = None,
     ) -> tuple[Any, Any]:
         """Stream; what a stop string or a tool call asks for is cut out of the text. The parser is ours."""
-        parser = self._build_parser(inputs)
+        self._parser = self._build_parser(inputs)
         source, streamer = self._generation.manager.generate_streaming(
-            self._loaded.model, processor, inputs, gen_config, request_id=request_id, response_parser=parser
+            self._loaded.model, processor, inputs, gen_config, request_id=request_id, response_parser=self._parser
         )
         build_pieces(streamer)
         reads_calls = self._reads_calls and self._asked.streams

@@ -43,9 +43,9 @@ def _end_with_parent() -> None:
 
 
 async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.socket) -> None:
-    # transformers imports them where it can, for adaptive draft lengths and the losses of object detectors,
-    # which this server does not offer: a second of CPU time for each server
-    for package in ("sklearn", "scipy"):
+    # transformers imports them where it can, for adaptive draft lengths, the losses of object detectors and a format
+    # of checkpoints, which this server does not offer: more than a second of CPU time for each server
+    for package in ("sklearn", "scipy", "torchao"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     gc.disable()  # looking for garbage takes a quarter of the time of the imports, and they leave none
     import uvicorn

@@ -10,6 +10,7 @@ import copy
 import importlib.metadata
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,9 @@ class LoadedModel:
         """Whether an answer is the same in any batch."""
         return is_exact(self.serving.dtype, self.facts)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of the facts."""
+        """Sha256 of the facts; every answer carries it."""
         return fingerprint(self.facts)
 
 

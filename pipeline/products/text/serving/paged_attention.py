@@ -29,14 +29,14 @@ class _Prefill:
 
     queries: slice
     keys: slice
-    mask: torch.Tensor | None  # None: nothing cached yet, plain causal
+    mask: torch.Tensor | None  # [new, keys], added to the scores; None: nothing cached yet, plain causal
 
 
 @dataclass(frozen=True)
 class _Decode:
     """A few requests with one new token each."""
 
-    rows: torch.Tensor  # int64 [n]: position of each request's only query
+    rows: slice  # of the plan's rows
     pages: torch.Tensor  # int64 [n * longest]: cache pages of their keys, padded
     mask: torch.Tensor  # [n, 1, 1, longest], added to the scores
 
@@ -45,6 +45,7 @@ class _Decode:
 class _Plan:
     """What one forward pass attends to; shared by its layers."""
 
+    rows: torch.Tensor  # int64 [decoding requests]: position of each one's only query, those with few keys first
     decodes: tuple[_Decode, ...]
     prefills: tuple[_Prefill, ...]
 
@@ -98,8 +99,8 @@ def attend(
         cache.attention_plan = _make_plan(kwargs, pages, padding=cache.read_trash_index, dtype=query.dtype)
     plan: _Plan = cache.attention_plan
     output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    for few in plan.decodes:
-        output.index_copy_(0, few.rows, _decode(query, keys, values, few, scaling=scaling))
+    if plan.decodes:
+        output.index_copy_(0, plan.rows, _decode(query, keys, values, plan, scaling=scaling))
     for part in plan.prefills:
         part_keys, part_values = (
             (keys.index_select(0, pages[part.keys]), values.index_select(0, pages[part.keys]))
@@ -118,53 +119,72 @@ def _make_plan(kwargs: dict[str, Any], pages: torch.Tensor, *, padding: int, dty
         if q[i + 1] - q[i] == 1 and pages.numel():
             decode.append(i)
         else:
-            prefills.append(_plan_prefill(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])))
+            prefills.append(_plan_prefill(slice(q[i], q[i + 1]), slice(k[i], k[i + 1]), dtype))
     decode.sort(key=lambda i: k[i + 1] - k[i])
-    groups = [decode[start : start + DECODE_ROWS] for start in range(0, len(decode), DECODE_ROWS)]
-    return _Plan(tuple(_plan_decode(group, q, k, pages, padding, dtype) for group in groups), tuple(prefills))
+    groups = [slice(start, start + DECODE_ROWS) for start in range(0, len(decode), DECODE_ROWS)]
+    spans = [slice(k[i], k[i + 1]) for i in decode]
+    return _Plan(
+        torch.tensor([q[i] for i in decode]),
+        tuple(_plan_decode(rows, [pages[span] for span in spans[rows]], padding, dtype) for rows in groups),
+        tuple(prefills),
+    )
 
 
-def _plan_decode(
-    requests: list[int], q: list[int], k: list[int], pages: torch.Tensor, padding: int, dtype: torch.dtype
-) -> _Decode:
-    spans = [pages[k[i] : k[i + 1]] for i in requests]
+def _plan_decode(rows: slice, spans: list[torch.Tensor], padding: int, dtype: torch.dtype) -> _Decode:
     padded = torch.nn.utils.rnn.pad_sequence(spans, batch_first=True, padding_value=padding)
-    lengths = torch.tensor([k[i + 1] - k[i] for i in requests])
-    mask = torch.zeros(len(requests), 1, 1, padded.shape[1], dtype=dtype)
+    lengths = torch.tensor([len(span) for span in spans])
+    mask = torch.zeros(len(spans), 1, 1, padded.shape[1], dtype=dtype)
     mask.masked_fill_((torch.arange(padded.shape[1]) >= lengths[:, None])[:, None, None], float("-inf"))
-    return _Decode(torch.tensor([q[i] for i in requests]), padded.flatten(), mask)
+    return _Decode(rows, padded.flatten(), mask)
 
 
-def _plan_prefill(queries: slice, keys: slice) -> _Prefill:
+def _plan_prefill(queries: slice, keys: slice, dtype: torch.dtype) -> _Prefill:
     num_new, num_keys = queries.stop - queries.start, keys.stop - keys.start
     if num_new == num_keys:
         return _Prefill(queries, keys, None)
-    return _Prefill(queries, keys, torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new))
+    # above the diagonal lies what comes later
+    mask = torch.full((num_new, num_keys), float("-inf"), dtype=dtype).triu(num_keys - num_new + 1)
+    return _Prefill(queries, keys, mask)
 
 
 def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _Decode, *, scaling: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: _Plan, *, scaling: float | None
 ) -> torch.Tensor:
-    num_rows, longest = part.rows.shape[0], part.pages.shape[0] // part.rows.shape[0]
-    heads, key_heads, width = query.shape[1], keys.shape[1], keys.shape[2]
-    # heads that share keys become extra queries, so that keys need not be repeated
-    rows = query[0].index_select(1, part.rows).transpose(0, 1)
-    rows = rows.reshape(num_rows, key_heads, heads // key_heads, width)
-    shape = (num_rows, longest, key_heads, width)
-    row_keys = keys.index_select(0, part.pages).view(shape).transpose(1, 2)
-    row_values = values.index_select(0, part.pages).view(shape).transpose(1, 2)
-    mixed = scaled_dot_product_attention(rows, row_keys, row_values, attn_mask=part.mask, scale=scaling)
-    return mixed.reshape(num_rows, heads, width)
+    """Return what each row of the plan attends to, [rows, heads, head_dim]."""
+    (heads, key_heads), width = (query.shape[1], keys.shape[1]), keys.shape[2]
+    rows = query[0].transpose(0, 1).index_select(0, plan.rows)
+    output = torch.empty_like(rows)
+    # all groups gather into the same memory: a new one for each costs a tenth more
+    longest = max(few.pages.shape[0] for few in plan.decodes)
+    some_keys, some_values = (keys.new_empty(longest, key_heads, width) for _ in range(2))
+    for few in plan.decodes:
+        n, num_pages = few.mask.shape[0], few.pages.shape[0]
+        shape = (n, num_pages // n, key_heads, width)
+        row_keys = torch.index_select(keys, 0, few.pages, out=some_keys[:num_pages]).view(shape)
+        row_values = torch.index_select(values, 0, few.pages, out=some_values[:num_pages]).view(shape)
+        mixed = scaled_dot_product_attention(
+            # heads that share keys become extra queries, so that keys need not be repeated
+            rows[few.rows].view(n, key_heads, heads // key_heads, width),
+            row_keys.transpose(1, 2),
+            row_values.transpose(1, 2),
+            attn_mask=few.mask,
+            scale=scaling,
+        )
+        output[few.rows] = mixed.reshape(n, heads, width)
+    return output
 
 
 def _prefill(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _Prefill, *, scaling: float | None
 ) -> torch.Tensor:
     repeats = query.shape[1] // keys.shape[1]
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    if repeats > 1:  # repeating once would copy them
+        keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
     mixed = scaled_dot_product_attention(
         query[:, :, part.queries],
-        keys.transpose(0, 1).repeat_interleave(repeats, 0).unsqueeze(0),
-        values.transpose(0, 1).repeat_interleave(repeats, 0).unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
         attn_mask=part.mask,
         is_causal=part.mask is None,
         scale=scaling,
