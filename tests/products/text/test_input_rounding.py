@@ -110,6 +110,25 @@ def test_other_shapes_are_rounded_by_the_library(shape: tuple[int, ...]) -> None
     assert torch.equal(find_rounding(layer)(x), expected)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("preset", OWN)
+def test_what_several_layers_take_is_rounded_once(preset: str) -> None:
+    queries, keys, other = (find_rounding(build_layer(name)) for name in (preset, preset, "W8A8"))
+    x = draw(torch.float32, size=1.0, seed=0)
+    assert keys(x) is not keys(x.clone())  # type: ignore[misc]
+    assert queries(x) is keys(x)  # type: ignore[misc]
+    assert torch.equal(other(x), other(x.clone()))  # type: ignore[misc]
+
+
+def test_layers_of_another_scale_round_for_themselves() -> None:
+    """One of NVFP4 is stored for each layer."""
+    layers = [build_layer("NVFP4"), build_layer("NVFP4")]
+    layers[1].input_global_scale.data *= 0.37
+    x = draw(torch.float32, size=1.0, seed=0)
+    first, second = (find_rounding(layer)(x) for layer in layers)  # type: ignore[misc]
+    assert not torch.equal(first, second)
+    assert torch.equal(second, find_rounding(layers[1])(x.clone()))  # type: ignore[misc]
+
+
 def test_a_model_answers_as_before_and_stays_on_the_gpu() -> None:
     layers = [build_layer("FP8_DYNAMIC"), build_layer("MXFP8"), build_layer("FP8"), build_layer("W4A16")]
     for layer in layers:

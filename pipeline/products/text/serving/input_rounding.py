@@ -3,7 +3,8 @@
 The library takes 25 to 60 operations a layer, most of them on numbers that stay the same or for cases that a layer
 does not have, and some copy a number to the GPU, which no CUDA graph can hold. Here are those alone that decide the
 result, which is the library's in every bit: each layer is held against it on a sample when a model is loaded, and
-keeps the library's own code where one value differs.
+keeps the library's own code where one value differs. An input that several layers take, as those of queries, keys and
+values do, is rounded once.
 
 Covers symmetric formats whose scales are taken from each input while it runs: a scale a token (INT8, FP8), and a scale
 a group (FP8, NVFP4). Not covered: MX formats, whose scales are powers of two, and stored scales.
@@ -45,6 +46,7 @@ _FP4 = ValueFormat(-6.0, 6.0, 6.0, mantissa_bits=1, least_exponent=0)
 _FORMATS = {("int", 8): _INT8, ("float", 8): _FP8, ("float", 4): _FP4}
 _LEAST_STORED = 0.125  # what a scale that FP8 holds as zero becomes
 _EXPONENT, _DIGITS = 0x7F800000, 23  # of float32: the bits of its exponent, and the number of those behind
+_ROUNDED = "_quantgate_rounded"  # the attribute of an input that holds it rounded, and how: it goes when the input goes
 _GROUPS_OF_SAMPLE = (1.0, 0.0, 1e4, 1e-30)  # sizes of its tokens; of zeros alone a scale has a rule of its own
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -60,6 +62,7 @@ class InputRounding:
             it multiplies with the inverse.
         group_size: channels that share a scale; None: all of a token.
         global_scale: of NVFP4, (1,): scales are kept in FP8 as multiples of its inverse. None: scales are floats.
+        multiple: the number in it.
         otherwise: what rounds inputs of other shapes.
     """
 
@@ -67,16 +70,27 @@ class InputRounding:
     reach: torch.Tensor
     group_size: int | None
     global_scale: torch.Tensor | None
+    multiple: float | None
     otherwise: Round
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x rounded, of its type and shape."""
         if x.ndim != 3 or not x.numel():  # of two dimensions the library has all tokens share a scale
             return self.otherwise(x)
+        key, known = getattr(x, _ROUNDED, (None, x))
+        if key == self.key:
+            return known
         grouped = x if self.group_size is None else x.unflatten(-1, (-1, self.group_size))
         scale = self._choose_scales(grouped)
         scaled = (grouped / scale).clamp_(self.values.lowest, self.values.highest)
-        return _round(scaled, self.values).mul_(scale).to(x.dtype).reshape(x.shape)
+        rounded = _round(scaled, self.values).mul_(scale).to(x.dtype).reshape(x.shape)
+        setattr(x, _ROUNDED, (self.key, rounded))
+        return rounded
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides the result: two that share it round alike."""
+        return self.values, self.group_size, self.multiple
 
     def _choose_scales(self, grouped: torch.Tensor) -> torch.Tensor:
         # two operations, as a CPU takes eight times as long for the norm that is the same
@@ -98,7 +112,7 @@ def _round(x: torch.Tensor, values: ValueFormat) -> torch.Tensor:
     wide = x.to(torch.float32)
     power = (wide.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=2.0**values.least_exponent)
     power.mul_(1.5 * 2.0 ** (_DIGITS - values.mantissa_bits))
-    return (wide + power).sub_(power).to(x.dtype)
+    return wide.add_(power).sub_(power).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -162,14 +176,15 @@ def _build(layer: Any, numbers: Any, library: Round) -> InputRounding | None:
         return None
     reach = torch.tensor(values.reach, device=layer.weight.device)
     if numbers.strategy == "token":
-        return InputRounding(values, reach, None, None, library)
+        return InputRounding(values, reach, None, None, None, library)
     if numbers.strategy not in ("group", "tensor_group") or layer.in_features % numbers.group_size:
         return None
     global_scale = getattr(layer, "input_global_scale", None)
     if (global_scale is None) != (numbers.scale_dtype is None):
         return None
     scale = None if global_scale is None else global_scale.data
-    return InputRounding(values, reach, numbers.group_size, scale, library)
+    multiple = None if scale is None else scale.item()
+    return InputRounding(values, reach, numbers.group_size, scale, multiple, library)
 
 
 @torch.no_grad()
