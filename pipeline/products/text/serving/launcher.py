@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.products.text.serving.app import Server
 
 WATCH_S = 0.2
-GARBAGE_AFTER = 10_000  # objects; Python's 700 have it look for garbage twenty times a second, which takes 1 % of the time
+GARBAGE_AFTER = 10_000  # objects; Python's 700 have it look for garbage twenty times a second: 1 % of the time
 
 
 def _end_with_parent() -> None:
