@@ -22,7 +22,7 @@ from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Evalset, load_evalset
 from pipeline.evalsets.checks import check_buckets, check_each_once, load_kind
 from pipeline.products.text.calibration_checks import check_calibration, check_unevaluated
 from pipeline.products.text.call_checks import check_calls
-from pipeline.products.text.chat_templates import check_chat_template
+from pipeline.products.text.chat_templates import check_chat_template, holds_chat_template
 from pipeline.products.text.checkpoints import open_checkpoint
 from pipeline.products.text.completeness import check_complete
 from pipeline.products.text.drafts import check_draft
@@ -170,7 +170,7 @@ def _check_folder(folder: Path, product: TextProduct, engine: type[Engine]) -> N
         _check_key_heads(folder)
         needs_scores = any(settings.needs_logprobs for settings in product.evals.values())
         _check_context(folder, product, beyond=SCORE_TOKENS if engine is VllmEngine and needs_scores else 0)
-    if is_served and product.chat_evals:
+    if is_served and (product.chat_evals or (product.task_evals and holds_chat_template(folder))):
         check_chat_template(folder, tokenizer)
 
 

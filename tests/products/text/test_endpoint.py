@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.products.text.findings.endpoint import holds_same_model
+from pipeline.products.text.findings.endpoint import describe_other_prompts, holds_same_model
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record
@@ -225,3 +225,13 @@ def test_an_attached_candidate_that_has_changed_is_refused_by_name(build: Path) 
     assert verdict.outcome == "refused"
     said = "is not what would ship: checkpoint digest (which file differs is not known): expected"
     assert any(said in reason for reason in list_said(verdict))
+
+
+def test_a_chat_template_that_is_another_is_named() -> None:
+    """A candidate that was asked by another template lost everything, and the verdict spoke of other weights."""
+    plain = make_candidate("a").checkpoint
+    one, other = (plain.model_copy(update={"files": {"chat_template.jinja": d, "config.json": d}}) for d in "12")
+    said = describe_other_prompts(one, other)
+    assert said is not None and said.startswith("its chat_template.jinja differs from the reference's")
+    assert describe_other_prompts(one, one) is None
+    assert describe_other_prompts(plain, one) is None  # what an attached endpoint has, no file tells

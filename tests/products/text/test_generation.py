@@ -25,6 +25,7 @@ from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import canonical_json
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 from tests.fakes.judging import compare_release
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
@@ -217,6 +218,32 @@ def test_the_verdict_says_how_many_answers_were_cut_on_either_side(
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     notes = [reason.text for reason in verdict.reasons if "cut by" in reason.text]
     assert len(notes) == (said is not None) and all(str(said) in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "score", "is_unfit"),
+    [(31, 0.0, True), (30, 0.0, False), (60, 1.0, False)],  # the last: a task that asks for a letter, and takes no more
+)
+def test_a_reference_that_is_mostly_cut_and_wrong_shows_no_loss(
+    tmp_path: Path, num_cut: int, score: float, is_unfit: bool
+) -> None:
+    """A damaged candidate passed that fails where answers may end: both sides are wrong where both are cut."""
+    build = tmp_path / "build"
+    write_tree(build, {"a": Behaviour()}, num_cases=60)
+    changes = {"scores": {"accuracy": score}}
+
+    def cut(records: list[CaseRecord]) -> list[CaseRecord]:
+        return [r.model_copy(update=changes if r.cut_by else {}) for r in cut_some(num_cut)(records)]
+
+    for name in ("reference", "a"):
+        rewrite_records(build, name, "choices", cut)
+    verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
+    said = {reason.kind: reason.text for reason in verdict.reasons if "cut by" in reason.text}
+    assert ReasonKind.LIMIT in said  # what the gate prints of a candidate that passes
+    assert (verdict.outcome == "refused") == (ReasonKind.REFUSED in said) == is_unfit
+    if is_unfit:
+        expected = "choices: 31 of 60 answers are cut by serving.max_tokens and wrong, where no loss can show; raise"
+        assert expected in said[ReasonKind.REFUSED]
 
 
 def test_a_record_without_a_cut_is_written_as_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -588,6 +589,23 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
     change(copied)
     message = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
     assert message.startswith(f"candidates.plain.checkpoint: {copied}/{said}")
+
+
+@pytest.mark.parametrize(
+    ("dropped", "is_refused"), [(["workflows"], True), (["workflows", "choices", "builtin"], False)]
+)
+def test_a_template_is_read_before_any_work_where_a_task_alone_asks_by_it(
+    project: Path, copied: Path, dropped: list[str], is_refused: bool
+) -> None:
+    """It ended the evaluation, when everything had been quantised."""
+    write_template(copied, UNCLOSED)
+    data = copy.deepcopy(SETTINGS)
+    for name in dropped:
+        del data["products"]["agent"]["evals"][name]
+    data["candidates"]["plain"] = {"product": "agent", "checkpoint": str(copied), "steps": []}
+    message = r"chat_template\.jinja:3: expected a chat template in Jinja"
+    with pytest.raises(SettingsError, match=message) if is_refused else contextlib.nullcontext():
+        check_text(choose_product(parse_params(data), None, kind=TextProduct), project)
 
 
 @pytest.mark.parametrize(

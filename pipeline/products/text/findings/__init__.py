@@ -23,7 +23,13 @@ from pipeline.products.text.findings.canary import (
     find_path_failure,
 )
 from pipeline.products.text.findings.divergence import measure_tripwires
-from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.products.text.findings.endpoint import (
+    check_silence,
+    check_weights,
+    describe_blindness,
+    describe_other_prompts,
+    holds_same_model,
+)
 from pipeline.products.text.findings.headlines import explain_flat_perplexity
 from pipeline.products.text.findings.imitation import judge_imitation
 from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
@@ -31,7 +37,10 @@ from pipeline.products.text.findings.speed import describe_slow_cell, describe_s
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate, format_cut
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Metric
+
+_MOST = 0.5  # of a reference's answers: some run on for ever, and are wrong; where most are cut, the limit is
 
 
 class TextAuditor(Auditor[TextProduct]):
@@ -60,6 +69,8 @@ class TextAuditor(Auditor[TextProduct]):
         if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
             findings.failures.append(f"speculation: {failure}")
         _check_room(findings, evidence, is_reference=name == product.reference)
+        if name == product.reference:
+            findings.refusals += _check_ends(evidence)
 
     def audit_eval(
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
@@ -102,6 +113,8 @@ class TextAuditor(Auditor[TextProduct]):
         """Add what the canary and the benchmark say of a candidate beside the reference."""
         _measure_canary(findings, evidence, reference, product)
         _note_cut(findings, evidence, reference)
+        if others := describe_other_prompts(reference.candidate.checkpoint, evidence.candidate.checkpoint):
+            findings.add_note(others, ReasonKind.LIMIT)
         if blindness := describe_blindness(reference, evidence):
             findings.add_note(blindness)
         if evidence.candidate.name in product.benchmark.candidates:
@@ -124,6 +137,20 @@ def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference
                 findings.add_note(f"{what} and count as wrong")
 
 
+def _check_ends(evidence: Evidence) -> list[str]:
+    """Return the evals in which a limit made most answers of a reference wrong, where losses hide, a sentence each."""
+    refusals = []
+    for eval_name, records in evidence.records.items():
+        wrong = [record for record in records if record.cut_by and not any(record.scores.values())]
+        if len(wrong) > _MOST * len(records):
+            limits = " and ".join(sorted({record.cut_by for record in wrong}))
+            refusals.append(
+                f"{eval_name}: {len(wrong)} of {len(records)} answers are cut by {limits} and wrong, where no loss can "
+                f"show; raise {limits}"
+            )
+    return refusals
+
+
 def _note_cut(findings: CandidateFindings, evidence: Evidence, reference: Evidence) -> None:
     """Say of which evals a limit ended answers before the model did, on either side: they count as wrong."""
     for eval_name, records in evidence.records.items():
@@ -132,7 +159,8 @@ def _note_cut(findings: CandidateFindings, evidence: Evidence, reference: Eviden
         if cut:
             limits = sorted({record.cut_by for some in sides.values() for record in some if record.cut_by})
             findings.add_note(
-                f"{eval_name}: {', '.join(cut)}; they are judged as they are: raise {' and '.join(limits)}"
+                f"{eval_name}: {', '.join(cut)}; they are judged as they are: raise {' and '.join(limits)}",
+                ReasonKind.LIMIT,
             )
 
 

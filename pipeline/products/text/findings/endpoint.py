@@ -77,6 +77,15 @@ def describe_blindness(reference: Evidence, candidate: Evidence) -> str | None:
     )
 
 
+def describe_other_prompts(reference: Checkpoint, candidate: Checkpoint) -> str | None:
+    """Say which file that makes prompts of texts differs from the reference's, else None."""
+    both = sorted(reference.files.keys() & candidate.files.keys() & {"chat_template.jinja", "tokenizer.json"})
+    others = [name for name in both if reference.files[name] != candidate.files[name]]
+    if not others:
+        return None
+    return f"its {' and '.join(others)} differs from the reference's: it is asked by other prompts"
+
+
 def holds_same_model(first: Checkpoint, second: Checkpoint) -> bool:
     """Tell whether two checkpoints answer alike: weights, configuration and everything about text are the same.
 
