@@ -221,11 +221,16 @@ def test_the_verdict_says_how_many_answers_were_cut_on_either_side(
 
 
 @pytest.mark.parametrize(
-    ("num_cut", "score", "is_unfit"),
-    [(31, 0.0, True), (30, 0.0, False), (60, 1.0, False)],  # the last: a task that asks for a letter, and takes no more
+    ("num_cut", "score", "is_gated", "is_unfit"),
+    [
+        (31, 0.0, True, True),
+        (30, 0.0, True, False),
+        (60, 1.0, True, False),  # a task that asks for a letter, and takes no more
+        (60, 0.0, False, False),
+    ],
 )
 def test_a_reference_that_is_mostly_cut_and_wrong_shows_no_loss(
-    tmp_path: Path, num_cut: int, score: float, is_unfit: bool
+    tmp_path: Path, num_cut: int, score: float, is_gated: bool, is_unfit: bool
 ) -> None:
     """A damaged candidate passed that fails where answers may end: both sides are wrong where both are cut."""
     build = tmp_path / "build"
@@ -237,7 +242,11 @@ def test_a_reference_that_is_mostly_cut_and_wrong_shows_no_loss(
 
     for name in ("reference", "a"):
         rewrite_records(build, name, "choices", cut)
-    verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
+    params = make_params(["a"], ["a"])
+    if not is_gated:
+        tolerances = {name: one for name, one in params.gate.tolerances.items() if not name.startswith("choices/")}
+        params = params.model_copy(update={"gate": params.gate.model_copy(update={"tolerances": tolerances})})
+    verdict = compare_release(params, build).judgement.verdicts[0]
     said = {reason.kind: reason.text for reason in verdict.reasons if "cut by" in reason.text}
     assert ReasonKind.LIMIT in said  # what the gate prints of a candidate that passes
     assert (verdict.outcome == "refused") == (ReasonKind.REFUSED in said) == is_unfit

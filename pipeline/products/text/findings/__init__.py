@@ -70,7 +70,7 @@ class TextAuditor(Auditor[TextProduct]):
             findings.failures.append(f"speculation: {failure}")
         _check_room(findings, evidence, is_reference=name == product.reference)
         if name == product.reference:
-            findings.refusals += _check_ends(evidence)
+            findings.refusals += _check_ends(evidence, product)
 
     def audit_eval(
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
@@ -137,10 +137,11 @@ def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference
                 findings.add_note(f"{what} and count as wrong")
 
 
-def _check_ends(evidence: Evidence) -> list[str]:
-    """Return the evals in which a limit made most answers of a reference wrong, where losses hide, a sentence each."""
-    refusals = []
-    for eval_name, records in evidence.records.items():
+def _check_ends(evidence: Evidence, product: TextProduct) -> list[str]:
+    """Return the gated evals in which a limit made most answers of a reference wrong, where losses hide."""
+    refusals, gated = [], {metric.partition("/")[0] for metric in product.gate.tolerances}
+    for eval_name in sorted(gated & evidence.records.keys()):
+        records = evidence.records[eval_name]
         wrong = [record for record in records if record.cut_by and not any(record.scores.values())]
         if len(wrong) > _MOST * len(records):
             limits = " and ".join(sorted({record.cut_by for record in wrong}))
