@@ -91,6 +91,14 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+def _show(text: str) -> None:
+    """Print what was found; a reader that has gone, as `head` does, changes neither exit code nor files."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def choose_exit_code(judgement: Judgement) -> int:
     """Return the exit code of a judgement: that of the worst verdict that blocks."""
     order = list(EXIT_CODES)
@@ -103,7 +111,7 @@ def gate(options: argparse.Namespace) -> int:
     product = choose_product(load_params(), options.product, kind=Product)
     with use_metrics(product.metrics):
         judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
-        print(render_gate(judgement, are_here=are_here))
+        _show(render_gate(judgement, are_here=are_here))
     return choose_exit_code(judgement)
 
 
@@ -129,7 +137,7 @@ def init(options: argparse.Namespace) -> int:
         root=Path(),
         remove_shipped=options.remove_shipped,
     )
-    print("\n".join(lines))
+    _show("\n".join(lines))
     return 0
 
 
@@ -164,7 +172,7 @@ def compare(options: argparse.Namespace) -> int:
     with use_metrics(rules.definitions):
         compared = judge_outcomes(reference, candidate, rules)
         judgement = compared.judgement
-        print(render_outcomes(judgement, reference, rules))
+        _show(render_outcomes(judgement, reference, rules))
         _write_forms(compared, options)
     if options.json:
         write_record(options.json, judgement)

@@ -7,6 +7,7 @@ and on a machine without any weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,6 +228,11 @@ def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]
 def takes_too_long(total: MedianInterval | None, max_slowdown: float | None) -> bool:
     """Say whether a network surely takes longer than `gate.max_slowdown` allows."""
     return total is not None and max_slowdown is not None and total.low > 1 + max_slowdown
+
+
+def list_gated_evals(tolerances: Iterable[str]) -> list[str]:
+    """Return the evals of metrics that have a tolerance, in their order."""
+    return list(dict.fromkeys(metric.partition("/")[0] for metric in tolerances))
 
 
 def list_gated(policy: Policy) -> list[tuple[str, str | None]]:

@@ -21,7 +21,7 @@ from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.tolerance_checks import check_loss_can_show
-from pipeline.gate.verdicts import Judgement, Policy, is_blocking
+from pipeline.gate.verdicts import Judgement, Policy, is_blocking, list_gated_evals
 from pipeline.gate.wording import format_harm, format_num, format_tolerance
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
@@ -43,7 +43,7 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     findings.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
     findings.refusals += candidate.problems
     findings.refusals += _list_unpaired(reference, candidate, rules)
-    for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
+    for eval_name in list_gated_evals(rules.tolerances):
         if any(eval_name not in side.outcomes and side.problems for side in (reference, candidate)):
             continue  # refused for that
         try:
@@ -139,7 +139,7 @@ def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
 
 def _list_unpaired(reference: Side, candidate: Side, rules: Rules) -> list[str]:
     """Say which evals only one side has, whether they are gated or not; those of unfit files are refused already."""
-    gated = {full.partition("/")[0] for full in rules.tolerances}
+    gated = list_gated_evals(rules.tolerances)
     return [
         f"{name}: the {which} has no outcomes of it, the other side has ({mine.outcomes[name].path}): it was not "
         "judged; add or remove it, or give one eval one name on both sides"

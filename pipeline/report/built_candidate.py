@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipeline.gate.wording import escape_markdown, format_num
-from pipeline.records.evaluations import BuiltCandidate, ShardCounts
+from pipeline.records.evaluations import BuiltCandidate, Fallback, ShardCounts
 from pipeline.report.markdown import render_name
 
+_MAX_NAMED = 3  # layers that one reason is given for
 
-def describe_built_candidate(candidate: BuiltCandidate) -> str:
-    """Say what was done to a candidate and which layers ended in which format."""
-    steps = "; ".join(escape_markdown(_describe_step(step)) for step in candidate.steps) or "none"
+
+def describe_built_candidate(
+    candidate: BuiltCandidate,
+    *,
+    write: Callable[[str], str] = escape_markdown,
+    write_name: Callable[[str], str] = render_name,
+) -> str:
+    """Say what was done to a candidate and which layers ended in which format.
+
+    Args:
+        candidate: as it was built.
+        write: makes a text from elsewhere one of the format asked for; by default Markdown.
+        write_name: likewise for the name of a layer.
+    """
+    steps = "; ".join(write(_describe_step(step)) for step in candidate.steps) or "none"
     sentences = [f"Steps: {steps}."]
     if candidate.coverage:
         total = sum(layer.num_bytes for layer in candidate.coverage)
         asked = [layer for layer in candidate.coverage if layer.asked]
         formats = sorted({layer.format for layer in asked})
         numbers = Counter(layer.format for layer in asked)
-        counts = [f"{format_num(numbers[f], 'layer', 'layers')} {escape_markdown(f)}" for f in formats]
+        counts = [f"{format_num(numbers[f], 'layer', 'layers')} {write(f)}" for f in formats]
         counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
         sentences.append(
             f"Coverage: {', '.join(counts)}; the former hold "
             f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB."
         )
-    sentences += [f"Fallback: {render_name(f.layer)}: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
+    sentences += [
+        f"Fallback: {names}: {write(reason)}." for reason, names in _list_fallbacks(candidate.fallbacks, write_name)
+    ]
     return " ".join(sentences)
+
+
+def _list_fallbacks(fallbacks: Sequence[Fallback], write_name: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yield each reason with the layers that it is given for: one often holds for a layer of every block."""
+    for reason in dict.fromkeys(fallback.reason for fallback in fallbacks):
+        layers = [write_name(fallback.layer) for fallback in fallbacks if fallback.reason == reason]
+        more = len(layers) - _MAX_NAMED
+        yield reason, ", ".join(layers[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def describe_shards(shards: ShardCounts) -> str:

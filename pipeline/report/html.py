@@ -12,6 +12,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -67,13 +68,19 @@ class EmbeddedPicture:
     data: str
 
 
-def render_html(judgement: Judgement, explanation: Explanation, pictures: Mapping[Figure, bytes]) -> str:
+def render_html(
+    judgement: Judgement,
+    explanation: Explanation,
+    pictures: Mapping[Figure, bytes],
+    built: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Write the page.
 
     Args:
         judgement: what was decided.
         explanation: the cases behind it.
         pictures: PNG files, the most telling first.
+        built: what was done to each candidate, where that is known.
     """
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_show, trim_blocks=True, lstrip_blocks=True
@@ -98,7 +105,10 @@ def render_html(judgement: Judgement, explanation: Explanation, pictures: Mappin
             for verdict in blocking
         ],
         unproven=list_unproven(judgement),
-        candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in order_for_readers(judgement)],
+        candidates=[
+            _describe(judgement, verdict.candidate, explanation) | {"built": built.get(verdict.candidate, "")}
+            for verdict in order_for_readers(judgement)
+        ],
         pictures=embed_pictures(pictures),
     )
 

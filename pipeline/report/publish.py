@@ -15,6 +15,7 @@ from pipeline.records.benchmarks import Machine
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
 from pipeline.report import EXPLANATION, JUNIT, PAGE
+from pipeline.report.built_candidate import describe_built_candidate
 from pipeline.report.explain import explain_release
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
@@ -50,7 +51,12 @@ def write_report(compared: ReleaseComparison, product: P, presenter: Presenter[P
             pictures[figure] = path.read_bytes()
         else:
             path.unlink(missing_ok=True)  # it would be an empty frame
-    write_text(product.build / PAGE, render_html(compared.judgement, explanation, pictures))
+    built = {
+        name: describe_built_candidate(findings.evidence.candidate, write=str, write_name=str)
+        for name, findings in compared.findings.items()
+        if findings.evidence is not None
+    }
+    write_text(product.build / PAGE, render_html(compared.judgement, explanation, pictures, built))
 
 
 def write_metrics(compared: ReleaseComparison, folder: Path) -> None:

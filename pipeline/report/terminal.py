@@ -7,6 +7,7 @@ from pipeline.gate.verdicts import (
     Policy,
     is_blocking,
     is_open_watched,
+    list_gated_evals,
     list_refusals,
     released_verdicts,
 )
@@ -67,7 +68,7 @@ def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]
 
     So do gains that somebody said are to be believed.
     """
-    gated = {metric.partition("/")[0] for metric in judgement.policy.tolerances}
+    gated = list_gated_evals(judgement.policy.tolerances)
     ungated = [name for name in judgement.policy.eval_kinds if name not in gated]
     lines = [f"not gated, as no tolerance is set: {', '.join(ungated)}"] if ungated else []
     lines += [

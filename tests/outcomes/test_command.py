@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -541,6 +542,18 @@ def test_runs_as_a_program_without_anything_heavy(tmp_path: Path) -> None:
         child = subprocess.run([*program, "compare", *sides], cwd=ROOT, capture_output=True, text=True)
         assert child.returncode == 0, child.stderr
         assert "PASS" in child.stdout and not child.stderr
+
+
+def test_a_reader_of_the_pipe_that_has_gone_changes_neither_exit_code_nor_files(tmp_path: Path) -> None:
+    """`quantgate compare ... | head -1` ended with 1 instead of the verdict's code, and wrote no page."""
+    sides = [write_outcomes(tmp_path / f"{i}.csv", [score] * 200) for i, score in enumerate((1.0, 0.0))]
+    page, (read, written) = tmp_path / "page.html", os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipeline", "compare", *sides, "--html", page]
+    child = subprocess.run(command, cwd=ROOT, stdout=written, stderr=subprocess.PIPE, text=True)
+    os.close(written)
+    assert (child.returncode, child.stderr) == (20, "")
+    assert "fail" in page.read_text()
 
 
 def test_what_an_installed_command_needs_is_what_was_run() -> None:

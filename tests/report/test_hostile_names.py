@@ -241,3 +241,12 @@ def test_a_name_in_code_style_stays_as_it_is() -> None:
     fallback = Fallback(layer="_orig_mod.a&b", reason="an odd_ width")
     built = BuiltCandidate.model_construct(steps=(), coverage=(), fallbacks=(fallback,))
     assert "`_orig_mod.a&b`: an odd&#95; width" in describe_built_candidate(built)
+    assert "_orig_mod.a&b: an odd_ width" in describe_built_candidate(built, write=str, write_name=str)
+
+
+def test_a_reason_that_holds_for_many_layers_is_given_once() -> None:
+    """A layer of each block fell back for the same reason, which stood there once a block."""
+    odd = [Fallback(layer=f"{i}.o", reason="an odd width") for i in range(32)]
+    built = BuiltCandidate.model_construct(steps=(), coverage=(), fallbacks=(*odd, Fallback(layer="h", reason="tied")))
+    said = describe_built_candidate(built)
+    assert "Fallback: `0.o`, `1.o`, `2.o` and 29 more: an odd width. Fallback: `h`: tied." in said

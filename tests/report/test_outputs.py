@@ -129,6 +129,14 @@ def test_a_page_asks_for_nothing_from_elsewhere(compared: ReleaseComparison, exp
     assert "@import" not in text and "url(" not in text
 
 
+def test_a_page_says_how_each_candidate_was_made(compared: ReleaseComparison, explanation: Explanation) -> None:
+    """Who was sent the page alone could not tell what had been done to the weights."""
+    name = compared.judgement.policy.release[0]
+    text = render_html(compared.judgement, explanation, {}, {name: "Steps: quantize (<b>)."})
+    assert text.count("<p>Steps: quantize (&lt;b&gt;).</p>") == 1
+    assert "Steps:" not in render_html(compared.judgement, explanation, {})
+
+
 def test_a_long_output_is_cut(compared: ReleaseComparison, explanation: Explanation) -> None:
     assert len(explanation.model_dump_json()) < 100_000
     assert len(render_html(compared.judgement, explanation, {})) < 500_000

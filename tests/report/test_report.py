@@ -60,6 +60,7 @@ def test_a_picture_that_would_be_empty_is_not_written_and_an_old_one_goes(
     write_report(compare_release(params, params.build), params, TextPresenter(), None)
     written = {path.name for path in params.reports.glob("*.png")}
     assert {"harm.png", "completion.png"} <= written and "speed.png" not in written
+    assert "<p>Steps: quantize (scheme W4A16, " in (params.build / "report.html").read_text()
     # all evidence is unfit, so that nothing was compared
     write_report(compare_release(make_params(["ghost"], ["ghost"]), params.build), params, TextPresenter(), None)
     assert not (params.reports / "harm.png").exists()

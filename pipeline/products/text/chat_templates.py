@@ -46,6 +46,11 @@ def check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
 
     grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     for where, text in read_chat_templates(folder, tokenizer):
+        if not text.strip():
+            raise CheckpointError(
+                f"{where}: expected a chat template, got an empty one, which shows a model none of its prompt; copy it "
+                "from the source"
+            )
         try:
             # line breaks inside a tag are kept, so that the error's line is the file's
             grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))

@@ -21,7 +21,7 @@ from pipeline.errors import EvidenceError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.plan import align_columns
 from pipeline.products.text.footprint import TYPE_BYTES, count_load_bytes, find_block_linears
-from pipeline.products.text.memory import count_served_bytes, estimate_needs, read_folder, read_parallelism
+from pipeline.products.text.memory import count_served_bytes, estimate_needs, read_folder
 from pipeline.products.text.optimize.layers import count_output_bytes
 from pipeline.products.text.settings import CandidateSettings, TextProduct, TrajectoriesEval
 from pipeline.products.text.step_settings import QuantizeStep
@@ -92,7 +92,7 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
             for place in ("host", "GPU")
         }
         speed = guess_speed(machine, on_gpu=peaks["GPU"] > 0)
-        parts = read_parallelism(candidate)[0] if peaks["GPU"] else 1
+        parts = candidate.engine.num_parts if peaks["GPU"] else 1
         minutes, source = _plan_evaluation(name, product, root, build, speed, count_tokens, parts=parts)
         steps = [step for step in candidate.steps if isinstance(step, QuantizeStep)]
         costs.append(

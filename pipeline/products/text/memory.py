@@ -167,7 +167,7 @@ def _plan_serving(
         other = (_PROCESS_MIB * _MIB + weights / 4 + cache) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
         return [build("host", weights * num_servers, other, "use a larger machine", lever, num_servers)]
-    (parts, copies), stages = read_parallelism(candidate), _count_stages(candidate)
+    parts, copies, stages = engine.num_parts, engine.num_copies, engine.num_stages
     if parts * copies > num_cards:
         by_stage = f" times pipeline-parallel-size {stages}" if stages > 1 else ""
         raise CheckpointError(
@@ -193,28 +193,17 @@ def _plan_serving(
     ]
 
 
-def read_parallelism(candidate: CandidateSettings) -> tuple[int, int]:
-    """Return in how many parts the weights are split, by layer and within layers, and how many copies there are."""
-    engine = candidate.engine
-    return (engine.num_parts, engine.data_parallel_size) if isinstance(engine, VllmEngine) else (1, 1)
-
-
-def _count_stages(candidate: CandidateSettings) -> int:
-    """Return in how many parts the layers are split."""
-    return candidate.engine.num_stages if isinstance(candidate.engine, VllmEngine) else 1
-
-
 def _count_card_bytes(candidate: CandidateSettings, weights: int) -> float:
     """Return how many of the bytes of weights are on each card: its part, less what vLLM keeps of it on the host."""
     gib = candidate.engine.options.get(_OFFLOADED, 0) if isinstance(candidate.engine, VllmEngine) else 0
     offloaded = gib * 1024 * _MIB if isinstance(gib, int | float) else 0  # what is no number is vLLM's to refuse
-    return max(weights / read_parallelism(candidate)[0] - offloaded, 0.0)
+    return max(weights / candidate.engine.num_parts - offloaded, 0.0)
 
 
 def _count_cache_parts(candidate: CandidateSettings, root: Path) -> int:
     """Return in how many parts the cache is split: a head of keys is in one part, or in several alike."""
     text = find_text(read_config(locate_checkpoint(candidate.checkpoint, root)))
-    parts, stages = read_parallelism(candidate)[0], _count_stages(candidate)
+    parts, stages = candidate.engine.num_parts, candidate.engine.num_stages
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
     return stages * min(parts // stages, heads) if heads else parts
 
@@ -226,7 +215,7 @@ def _plan_timing(
     sides, rows = (product.candidates[product.reference], candidate), []
     for side in sides:
         weights, cache = count_served_bytes(side, product, root)
-        rows.append((weights, cache, _count_cache_parts(side, root), *read_parallelism(side)))
+        rows.append((weights, cache, _count_cache_parts(side, root), side.engine.num_parts, side.engine.num_copies))
     counts = (num_cards[product.reference], num_cards[name])
     without, lever = "take it out of benchmark.candidates", "lower serving.concurrency or serving.context_length"
     if not any(counts):

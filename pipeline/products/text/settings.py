@@ -34,6 +34,21 @@ class Engine(Settings):
     is_attached: ClassVar[bool] = False
 
     @property
+    def num_stages(self) -> int:
+        """Parts that have whole layers."""
+        return 1
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the weights, each on a GPU of its own."""
+        return 1
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the weights behind one address."""
+        return 1
+
+    @property
     def num_whole_gpus(self) -> int:
         """GPUs that it takes whole; 0: it shares them."""
         return 0
@@ -70,13 +85,18 @@ class VllmEngine(Engine):
 
     @property
     def num_parts(self) -> int:
-        """Parts of the weights, each on a GPU of its own."""
+        """Parts of the weights, by layer and within layers."""
         return self.tensor_parallel_size * self.num_stages
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the weights behind one address."""
+        return self.data_parallel_size
 
     @property
     def num_whole_gpus(self) -> int:
         """GPUs of all copies."""
-        return self.num_parts * self.data_parallel_size
+        return self.num_parts * self.num_copies
 
     def build_serving(self) -> dict[str, Any]:
         """Return command, release and environment, and all that is asked for as options of `vllm serve`.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.verdicts import Judgement, is_decisive
+from pipeline.gate.verdicts import Judgement, is_decisive, list_gated_evals
 from pipeline.gate.wording import escape_markdown, format_num, is_rate
 from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
@@ -80,7 +80,7 @@ def build_runs(
             scored[name] = read_scored(build, name, evals)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
-    gated = list(dict.fromkeys(metric.partition("/")[0] for metric in judgement.policy.tolerances))  # headline's first
+    gated = list_gated_evals(judgement.policy.tolerances)  # headline's first
     ordered = {name: _order_evals(own, gated) for name, own in scored.items()}
     tables = select_predictions(ordered, judgement.policy.reference, presenter)
     rules = presenter.choose_rules(judgement.policy)

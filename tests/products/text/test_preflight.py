@@ -529,6 +529,11 @@ def copied(project: Path, tmp_path: Path) -> Path:
             id="empty-list-of-templates",
         ),
         pytest.param(
+            lambda c: write_template(c, " \n"),
+            "chat_template.jinja: expected a chat template, got an empty one, which shows a model none of its prompt",
+            id="empty-template",
+        ),
+        pytest.param(
             lambda c: write_template(c, UNCLOSED),
             "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
             "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "

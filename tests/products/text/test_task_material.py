@@ -244,6 +244,39 @@ def test_metrics_that_can_not_judge_are_told_before_any_work(
     assert str(caught.value).startswith(f"products.agent.evals.e.task: {problem}")
 
 
+LINES = WORDS | {
+    "doc_to_target": "{{answer}}\nThat is all.",
+    "metric_list": [{"metric": "exact_match"}],
+    "generation_kwargs": {"until": ["\n"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_refused"),
+    [
+        (LINES, True),
+        (LINES | {"generation_kwargs": {"until": ["\n\n"]}}, False),
+        (LINES | {"doc_to_target": "{{answer}}"}, False),
+        (LINES | {"doc_to_target": "{{'a\nb' if question == 'What is 0?' else answer}}"}, False),
+        (LINES | {"metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["(?s)\n.*"]}]}, False),
+    ],
+    ids=["each", "another", "one-line", "one-answer", "ignored"],
+)
+def test_answers_that_their_stop_string_cuts_are_told_before_any_work(
+    project: Project, keys: dict[str, Any], is_refused: bool
+) -> None:
+    """Both sides were wrong in every case, so that no loss could show; a few such answers are the task's own."""
+    write_lines(Path("data/test.jsonl"), CASES)
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}}, **keys)
+    if not is_refused:
+        project.watched()
+        return
+    with pytest.raises(
+        SettingsError, match=r"ends each answer at '\\n' .*4 of its 4 right answers .*'mine-0': 'a0\\nThat is all"
+    ):
+        project.watched()
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

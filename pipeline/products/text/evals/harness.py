@@ -30,13 +30,11 @@ from pipeline.products.text.evals.generation import (
     name_case,
 )
 from pipeline.products.text.evals.material import (
-    ACCURACY_METRICS,
     compile_once,
-    explain_problems,
-    find_score,
     index_tasks,
     read_fresh,
 )
+from pipeline.products.text.evals.task_judges import ACCURACY_METRICS, explain_problems, find_score
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, count_choices

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-from pipeline.errors import QuantgateError, SettingsError, show_value, suggest
+from pipeline.errors import SettingsError, suggest
 from pipeline.evalsets.cards import NOTES
 from pipeline.products.text.evals.context import NUM_LONGEST
 from pipeline.products.text.evals.generation import (
@@ -43,12 +43,11 @@ from pipeline.products.text.evals.generation import (
     read_question,
 )
 from pipeline.products.text.evals.imports import list_modules
+from pipeline.products.text.evals.task_judges import ACCURACY_METRICS, check_ends, check_judge, explain_problems
 from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 
-ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 FEWSHOT_SEED = 1234  # lm-eval's own
-_SCORE = {"loglikelihood": (-1.0, False), "loglikelihood_rolling": -1.0}  # made answers, by the kind of request
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ def load_task(name: str, settings: HarnessEval) -> Task:
             requests = [request for task in tasks.values() for request in task.instances]
             longest = tuple(_list_longest(request for request in requests if request.request_type == "loglikelihood"))
             for task_name, task in tasks.items():
-                _check_judge(name, task_name, task)
+                check_judge(name, task_name, task)
+                check_ends(name, task_name, task)
         questions = [read_question(name, request) for request in requests if request.request_type == GENERATE]
     digest = digest_json(
         [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
@@ -118,65 +118,6 @@ def _list_longest(requests: Iterable[Any]) -> Iterator[tuple[str, str]]:
 def count_bytes(text: str) -> int:
     """Return how many bytes a text takes: nearer to its tokens than its characters are."""
     return len(text.encode(errors="replace"))
-
-
-def _check_judge(name: str, task_name: str, task: Any) -> None:
-    """Have a task judge an answer to its first document: the target, or scores.
-
-    Raises:
-        SettingsError: it can't, or none of its metrics is known.
-    """
-    first = [request for request in task.instances if request.doc_id == task.instances[0].doc_id]
-    with explain_problems(name, f"judge {task.OUTPUT_TYPE} answers by the metrics of", task_name):
-        for request in first:
-            target = task.doc_to_target(request.doc)
-            text = str(target[0] if isinstance(target, list) and target else target)
-            request.resps = [_SCORE.get(request.request_type, text)]
-        with mock.patch.object(task, "_instances", first):
-            task.apply_filters()
-        for read in [*first[0].filtered_resps] if first else ():
-            judged = task.process_results(first[0].doc, [request.filtered_resps[read] for request in first])
-            find_score(name, task_name, judged)
-
-
-def find_score(name: str, task_name: str, judged: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the metric that judges a case, and what it gives.
-
-    Args:
-        name: of the eval.
-        task_name: whose answer was judged.
-        judged: by metric.
-
-    Raises:
-        SettingsError: none of the metrics is known, or it gives no number, as it judges answers of another kind.
-    """
-    metric = next((metric for metric in ACCURACY_METRICS if metric in judged), None)
-    if metric is None:
-        raise SettingsError(
-            f"evals.{name}.task: {task_name} has the metrics {', '.join(judged)}; expected one of "
-            f"{', '.join(ACCURACY_METRICS)}"
-        )
-    try:
-        return metric, float(judged[metric])
-    except (TypeError, ValueError):
-        raise SettingsError(
-            f"evals.{name}.task: {task_name} has the metric {metric}, which gives {show_value(judged[metric])} for an "
-            "answer, expected a number; name a metric that judges answers of the task's output_type"
-        ) from None
-
-
-@contextlib.contextmanager
-def explain_problems(name: str, verb: str, task: str) -> Iterator[None]:
-    """Turn an exception in lm-eval into one line, as a task is full of templates and code."""
-    try:
-        yield
-    except QuantgateError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise SettingsError(
-            f"evals.{name}.task: lm-eval can't {verb} {task!r}: {type(error).__name__}: {reason}"
-        ) from error
 
 
 @contextlib.contextmanager

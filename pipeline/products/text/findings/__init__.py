@@ -14,7 +14,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint, check_files, locate_judged
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import list_slow_cells
+from pipeline.gate.verdicts import list_gated_evals, list_slow_cells
 from pipeline.products.text.findings.canary import (
     compare_canary,
     describe_batching,
@@ -139,9 +139,9 @@ def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference
 
 def _check_ends(evidence: Evidence, product: TextProduct) -> list[str]:
     """Return the gated evals in which a limit made most answers of a reference wrong, where losses hide."""
-    refusals, gated = [], {metric.partition("/")[0] for metric in product.gate.tolerances}
-    for eval_name in sorted(gated & evidence.records.keys()):
-        records = evidence.records[eval_name]
+    refusals = []
+    for eval_name in list_gated_evals(product.gate.tolerances):
+        records = evidence.records.get(eval_name, ())
         wrong = [record for record in records if record.cut_by and not any(record.scores.values())]
         if len(wrong) > _MOST * len(records):
             limits = " and ".join(sorted({record.cut_by for record in wrong}))
