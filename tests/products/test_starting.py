@@ -281,20 +281,35 @@ def test_pictures_are_of_the_size_that_config_json_names_where_it_is_one_of_pict
         assert picture.size == (side, side)
 
 
-@pytest.mark.parametrize("side", [64, 512])
-def test_an_upscaler_that_takes_one_size_gets_pictures_of_it(project: Path, side: int) -> None:
+@pytest.mark.parametrize(("config", "scale"), [({"scale": 4}, 4), ({"upscale": 3}, 3), ({"scale": 0.18}, 2), ({}, 2)])
+def test_targets_are_as_much_larger_as_config_json_says(project: Path, config: dict[str, float], scale: int) -> None:
+    """An upscaler by 4 got targets of twice its pictures, on which its first run ended."""
+    (project / "models/upscaler").unlink()
+    shutil.copytree(ROOT / "models/upscaler", project / "models/upscaler")
+    path = project / "models/upscaler/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    init_product("bot", "vision", "models/upscaler", UPSCALER, root=project)
+    sizes = []
+    for name in ("images", "targets"):
+        with Image.open(project / f"evalsets/bot-pictures/{name}/picture-1.png") as picture:
+            sizes.append(picture.size[0])
+    assert sizes == [80, 80 * scale]
+
+
+@pytest.mark.parametrize(("side", "scale"), [(64, 2), (512, 2), (64, 4)])
+def test_an_upscaler_that_takes_one_size_gets_pictures_of_it(project: Path, side: int, scale: int) -> None:
     """One exported for 512 pixels got pictures of 128, on which its first run ended."""
-    scales = make_weight("scales", np.array([1, 1, 2, 2], np.float32))
+    scales = make_weight("scales", np.array([1, 1, scale, scale], np.float32))
     write_model(
         project / "models/twice/model.onnx",
         [make_node("Resize", ["pictures", "", "scales"], ["larger"])],
         inputs={"pictures": (FLOAT, (1, 3, side, side))},
-        outputs={"larger": (FLOAT, (1, 3, 2 * side, 2 * side))},
+        outputs={"larger": (FLOAT, (1, 3, scale * side, scale * side))},
         weights=[scales],
     )
     adapter = shutil.copy(ROOT / "models/upscaler/upscaler.py", project / "models/twice")
     init_product("bot", "vision", "models/twice", UPSCALER | {"adapter": str(adapter)}, root=project)
-    for name, expected in (("images", side), ("targets", 2 * side)):
+    for name, expected in (("images", side), ("targets", scale * side)):
         with Image.open(project / f"evalsets/bot-pictures/{name}/picture-1.png") as picture:
             assert picture.size == (expected, expected)
 

@@ -132,6 +132,14 @@ def inspect_onnx(path: Path, *, batch_size: int) -> OnnxInput:
     return read_input(path, open_session(path, num_threads=1, optimizes=False), batch_size=batch_size)
 
 
+def read_growth(path: Path) -> int | None:
+    """Return how many times as many rows a file's pictures have afterwards; None where a side is free."""
+    session = open_session(path, num_threads=1, optimizes=False)
+    given, made = (sides[0].shape[2:3] for sides in (session.get_inputs(), session.get_outputs()))
+    is_fixed = all(isinstance(side, int) and side > 0 for side in (*given, *made)) and len(made) == 1
+    return made[0] // given[0] if is_fixed else None
+
+
 def read_input(path: Path, session: Any, *, batch_size: int) -> OnnxInput:
     """Return the input of a file that is run on so many pictures at once.
 

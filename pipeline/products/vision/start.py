@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets.examples import COLOURS, NUMBERS, build_evalset
 from pipeline.product import Start
 from pipeline.products.vision.files import read_config, read_network_checkpoint
-from pipeline.products.vision.onnx_files import find_onnx, inspect_onnx
+from pipeline.products.vision.onnx_files import find_onnx, inspect_onnx, read_growth
 from pipeline.records.digests import digest_bytes
 
 _SECTION = """\
@@ -52,6 +52,7 @@ _TOLERANCES = {
     "upscaling": {"psnr_db": 0.1, "ssim": 0.005, "finite_output_rate": 0.16},
 }
 _SIDE, _SIDES = 320, range(256, 4097)  # pixels; a `size` in config.json beyond them may be of something else
+_SCALE, _SCALES = 2, range(2, 9)  # of an upscaler whose settings don't say it; beyond them it is of something else
 _BOXES = ((16, 16, 16, 16), (48, 48, 64, 64), (120, 120, 112, 112))  # small, medium and large, as COCO has it
 
 
@@ -74,7 +75,8 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
     folder = Path("evalsets") / f"{name}-pictures"
     path = find_onnx(root / checkpoint)
     fixed = None if path is None else _read_side(path)
-    named = read_config(root / checkpoint).get("size") if path is None else fixed
+    config = read_config(root / checkpoint) if path is None else {}
+    named = config.get("size") if path is None else fixed
     side = named if isinstance(named, int) and named in _SIDES else _SIDE
     section = _SECTION.format(
         name=name,
@@ -85,7 +87,11 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
         folder=folder,
         tolerances="\n".join(f"      pictures/{metric}: {{overall: {t}}}" for metric, t in _TOLERANCES[task].items()),
     )
-    files = _draw_objects(folder, side) if task == "detection" else _draw_pairs(folder, fixed or side // 4)
+    files = (
+        _draw_objects(folder, side)
+        if task == "detection"
+        else _draw_pairs(folder, fixed or side // 4, (read_growth(path) if path else _read_scale(config)) or _SCALE)
+    )
     if path is None:
         return Start(section, _CANDIDATES.format(name=name, checkpoint=checkpoint), files)
     warning = f"{name}-again: it is the reference once more; name the folder of the .onnx file that would ship"
@@ -96,6 +102,11 @@ def _read_side(path: Path) -> int | None:
     """Return the rows of the pictures that an .onnx file takes; None where they are free."""
     rows = inspect_onnx(path, batch_size=1).shape[2]
     return rows if isinstance(rows, int) else None
+
+
+def _read_scale(config: Mapping[str, Any]) -> int | None:
+    """Return by how much an upscaler enlarges, as its settings say it; None where they don't."""
+    return next((int(config[key]) for key in ("scale", "upscale") if config.get(key) in _SCALES), None)
 
 
 def _find_adapter(checkpoint: str, root: Path) -> str:
@@ -120,13 +131,13 @@ def _draw_objects(folder: Path, side: int) -> dict[Path, bytes]:
     return build_evalset(folder, cases, kind="detection", cluster="a picture", pictures=pictures, **more)
 
 
-def _draw_pairs(folder: Path, side: int) -> dict[Path, bytes]:
-    """Draw pictures of so many pixels, and the same at twice their size."""
+def _draw_pairs(folder: Path, side: int, scale: int) -> dict[Path, bytes]:
+    """Draw pictures of so many pixels, and the same larger by `scale`."""
     cases: list[dict[str, Any]] = []
     pictures: dict[str, bytes] = {}
-    for i, target in enumerate(_draw_all(2 * side), 1):
+    for i, target in enumerate(_draw_all(scale * side), 1):
         image, wanted = f"images/picture-{i}.png", f"targets/picture-{i}.png"
-        pictures |= {image: _encode(target.reduce(2)), wanted: _encode(target)}
+        pictures |= {image: _encode(target.reduce(scale)), wanted: _encode(target)}
         digests = {"sha256": digest_bytes(pictures[image]), "target_sha256": digest_bytes(pictures[wanted])}
         cases.append(_name_case(i) | {"image": image, "target": wanted} | digests)
     return build_evalset(folder, cases, kind="upscaling", cluster="a picture", pictures=pictures)
