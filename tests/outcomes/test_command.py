@@ -549,7 +549,7 @@ def test_a_reader_of_the_pipe_that_has_gone_changes_neither_exit_code_nor_files(
     sides = [write_outcomes(tmp_path / f"{i}.csv", [score] * 200) for i, score in enumerate((1.0, 0.0))]
     page, (read, written) = tmp_path / "page.html", os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "pipeline", "compare", *sides, "--html", page]
+    command = [sys.executable, "-m", "pipeline", "compare", *map(str, sides), "--html", str(page)]
     child = subprocess.run(command, cwd=ROOT, stdout=written, stderr=subprocess.PIPE, text=True)
     os.close(written)
     assert (child.returncode, child.stderr) == (20, "")
