@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -185,11 +186,17 @@ def measure_tripwires(
 def _token_divergence(
     reference: Evidence, candidate: Evidence, pairs: PairedCases, eval_name: str
 ) -> dict[str, NDArray[np.float64]]:
-    ours, theirs = (
-        load_top_tokens(e.folder / f"{eval_name}.npz", num_docs=len(pairs.reference)) for e in (reference, candidate)
-    )
+    file, num_docs = f"{eval_name}.npz", len(pairs.reference)
+    ours = _load_reference(reference.folder / file, num_docs, reference.evaluation.evals[eval_name].arrays_sha256)
+    theirs = load_top_tokens(candidate.folder / file, num_docs=num_docs)
     kl, changed, tokens = divergence_by_document(ours, theirs, pairs.candidate_order)
     return {"kl_nats_per_token": kl, "top1_change_rate": changed, "num_tokens": tokens}
+
+
+@lru_cache(maxsize=1)
+def _load_reference(path: Path, num_docs: int, _digest: str | None) -> TopTokens:
+    """Load the arrays that each candidate in turn is compared with; to unpack them takes longer than to compare."""
+    return load_top_tokens(path, num_docs=num_docs)
 
 
 def _report_tripwire(
