@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from pipeline.errors import QuantgateError, SettingsError, show_value
-from pipeline.products.text.evals.generation import GENERATE, name_case, read_question
+from pipeline.products.text.evals.generation import GENERATE, cut, name_case, read_question
 
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 _MOST = 0.5  # of a task's answers
@@ -42,13 +42,13 @@ def check_ends(name: str, task_name: str, task: Any) -> None:
         stops = read_question(name, request).stops
         texts = _list_targets(task, request.doc)
         if all(any(stop in text for stop in stops) for text in texts):
-            stopped.append((request, texts[0], next(stop for stop in stops if stop in texts[0])))
+            stopped.append((request, texts[0], stops))
     if len(stopped) <= _MOST * len(asked):
         return
-    request, text, stop = stopped[0]
-    cut = text[: text.find(stop)]
-    whole, ended = (_judge(name, task_name, task, request.doc_id, answer) for answer in (text, cut))
+    request, text, stops = stopped[0]
+    whole, ended = (_judge(name, task_name, task, request.doc_id, answer) for answer in (text, cut(text, stops)))
     if whole > ended:
+        stop = next(stop for stop in stops if stop in text)
         raise SettingsError(
             f"evals.{name}.task: {task_name} ends each answer at {stop!r} (generation_kwargs.until), so that "
             f"{len(stopped)} of its {len(asked)} right answers are cut and wrong, first that of case "
