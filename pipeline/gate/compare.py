@@ -7,7 +7,7 @@ raises, so that one broken candidate does not hide the verdicts on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,7 @@ from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import estimate_metrics, list_pair_buckets, measure_metric
-from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
+from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.tolerance_checks import check_loss_can_show, describe_large_tolerance
 from pipeline.gate.verdicts import (
     WATCHED_METRIC,
@@ -92,6 +92,45 @@ def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
         verdicts=tuple(verdicts),
     )
     return ReleaseComparison(judgement, {product.reference: reference, **findings}, product.evals)
+
+
+def find_unfit(product: P, kind: Auditor[P], build: Path) -> list[str]:
+    """Return why a reference is unfit, whichever candidate is compared with it; average precision is left out.
+
+    Args: as of `compare_release`; of the build folder the reference's part alone is read.
+    """
+    with use_metrics(product.metrics):
+        findings = _load(build, product.reference, product, kind, is_pinned=True)
+        if findings.evidence is None:
+            return findings.refusals
+        for eval_name, records in findings.evidence.records.items():
+            pairs = pair_cases(findings.evidence, findings.evidence, eval_name)
+            for definition in _list_measured(product.evals[eval_name], kind, records):
+                if definition.estimator != "average_precision":  # to resample it takes minutes
+                    findings.refusals += _list_hopeless(pairs, definition, eval_name, product)
+        return findings.refusals
+
+
+def _list_hopeless(pairs: PairedCases, definition: MetricDefinition, eval_name: str, product: Product) -> Iterator[str]:
+    """Yield why no loss could show in a gated metric of a reference, which is on both sides."""
+    tolerance = product.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
+    limits: list[tuple[str | None, float | None]] = [(None, tolerance.overall), *tolerance.buckets.items()]
+    for bucket, allowed in limits:
+        if allowed is None:
+            continue
+        try:
+            measurement = measure_metric(
+                pairs,
+                definition,
+                bucket,
+                eval_name=eval_name,
+                tolerance=allowed,
+                alpha=product.gate.alpha,
+                tier=tolerance.tier,
+            )
+            check_loss_can_show(measurement, definition, pairs.reference)
+        except EvidenceError as error:
+            yield str(error)
 
 
 def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bool = False) -> CandidateFindings:

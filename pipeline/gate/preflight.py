@@ -23,7 +23,10 @@ from pipeline.settings.yaml_files import read_yaml
 
 
 def check_gates(
-    products: Iterable[Product], root: Path, weights: Mapping[str, str] = MappingProxyType({})
+    products: Iterable[Product],
+    root: Path,
+    weights: Mapping[str, str] = MappingProxyType({}),
+    servings: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Check the gate of every product; warn of tolerances that can't be proven and need not be, and of example cases.
 
@@ -33,6 +36,7 @@ def check_gates(
         products: of params.yaml.
         root: of the project.
         weights: digest of each product's reference, where it is known before any work.
+        servings: likewise, of how it is run.
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser or cases are others than at the
@@ -42,7 +46,8 @@ def check_gates(
     for product in products:
         evalsets = load_evalsets(product, root)
         cases = {name: evalset.digest for name, evalset in evalsets.items()}
-        check_cases(product, cases, root, weights=weights.get(product.name))
+        name = product.name
+        check_cases(product, cases, root, weights=weights.get(name), serving=servings.get(name))
         with use_metrics(product.metrics):
             warnings += map(product.name_in, check_plan(product, plan_product(product, evalsets, root)))
         try:
@@ -52,19 +57,22 @@ def check_gates(
     return warnings
 
 
-def check_cases(product: Product, cases: Mapping[str, str], root: Path, *, weights: str | None = None) -> None:
-    """Check that settings that are looser than at the last release, and cases or weights that are others, have reasons.
+def check_cases(
+    product: Product, cases: Mapping[str, str], root: Path, *, weights: str | None = None, serving: str | None = None
+) -> None:
+    """Check that settings looser than at the last release, and cases or a reference that are others, have reasons.
 
     Args:
         product: settings.
         cases: digest of each eval's, where it is known before any work.
         root: of the project.
         weights: digest of the reference's; None: not known yet.
+        serving: digest of how the reference is run; None: not known yet.
 
     Raises:
         SettingsError: one has none, or a reason is not needed.
     """
-    policy, material = build_policy(product), name_material(weights=weights, cases=cases)
+    policy, material = build_policy(product), name_material(weights=weights, cases=cases, serving=serving)
     late = {key for key in policy.loosened if key.startswith("reference.") or key.endswith(".cases")} - set(material)
     judged = {key: reason for key, reason in policy.loosened.items() if key not in late}
     check_loosening(policy.model_copy(update={"loosened": judged}), root, material=material)

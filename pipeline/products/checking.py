@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import SizeError
 from pipeline.gate.preflight import check_gates, check_stages
 from pipeline.products import KINDS
-from pipeline.products.inputs import WARNED, WORKS, digest_references
+from pipeline.products.inputs import WARNED, WORKS, digest_references, digest_servings
 from pipeline.products.params import Params, list_texts
 from pipeline.running.bytecode import list_bytecode_problems
 from pipeline.running.environment import Machine
@@ -47,7 +47,8 @@ def check_products(params: Params, products: Collection[Product], machine: Machi
         with _collect(too_small):
             warnings += map(product.name_in, KINDS[product.kind].check(product, Path(), machine, is_local=works_here))
         with _collect(too_small):
-            warnings += check_gates([product], Path(), digest_references([product], Path()))
+            pinned = (digest([product], Path()) for digest in (digest_references, digest_servings))
+            warnings += check_gates([product], Path(), *pinned)
     for line in dict.fromkeys(warnings) if WARNED not in os.environ else ():
         print(f"quantgate {caller}: warning: {line}", file=sys.stderr)
     if too_small:

@@ -8,11 +8,14 @@ and DVC would read a large folder once more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import EvidenceError
+from pipeline.gate.loosening import digest_serving
 from pipeline.product import Watched
 from pipeline.products import KINDS
 from pipeline.products.params import Params
@@ -59,6 +62,18 @@ def digest_references(products: Iterable[Product], root: Path) -> dict[str, str]
         for name, own in references.items()
         if not own.steps and not parse_pinned(own.checkpoint)
     }
+
+
+def digest_servings(products: Iterable[Product], root: Path) -> dict[str, str]:
+    """Return the digest of how each product's reference is run, by product, where a release pins it and it is made."""
+    digests = {}
+    for product in products:
+        if (root / RELEASE / product.name).is_dir():
+            with contextlib.suppress(EvidenceError):  # not made yet, or with other steps: the gate tells then
+                auditor = KINDS[product.kind].get_auditor()
+                reference = auditor.read_candidate(root / product.build, product.reference, product)
+                digests[product.name] = digest_serving(reference.serving)
+    return digests
 
 
 def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:

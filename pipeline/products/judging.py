@@ -71,6 +71,12 @@ class EarlyJudge:
         wanted = [f"{stage}@{product.name}" for stage in _STAGES]
         return [name for name in self._due if name in wanted]
 
+    def find_unfit(self, product: Product) -> list[str]:
+        """Return why nothing can be compared with a product's reference: found before hours of work on the others."""
+        from pipeline.gate.compare import find_unfit  # takes half a second, which a run without work has not
+
+        return find_unfit(product, KINDS[product.kind].get_auditor(), product.build)
+
     def judge(self, product: Product, gpus: str | None) -> None:
         """Have DVC judge a product whose candidates are made; what it can't note of these is left to the last one.
 

@@ -126,6 +126,9 @@ class Judge(Protocol):
     def list_steps(self, product: Product) -> list[str]:
         """Return the names of the steps that this takes; none: the product is not judged yet."""
 
+    def find_unfit(self, product: Product) -> list[str]:
+        """Return why nothing can be compared with a product's reference, now that it is evaluated; mostly nothing."""
+
     def judge(self, product: Product, gpus: str | None) -> None:
         """Do it, on the GPUs that CUDA_VISIBLE_DEVICES would name; None: all of this process."""
 
@@ -276,13 +279,23 @@ def _make_all(
     for place in range(share.num_jobs):
         places.put(place)
 
+    stopped = set[str]()  # products whose reference is unfit
+
     def make(name: str) -> bool:
         place, product = places.get(), candidates[name]
         try:
+            if product.name in stopped:
+                for step in planned[name]:
+                    view.drop(step)
+                return True  # it has not failed
             order = share.give(name, product, place)
             is_made = _make_one(ask, workshop, view, first[name], order)
             for step in planned[name]:
                 view.drop(step)
+            if judge and is_made and name == product.reference and (problems := judge.find_unfit(product)):
+                view.say(f"{product.name}: no other candidate is begun, as the reference is unfit: {problems[0]}")
+                stopped.add(product.name)
+                is_made = False
             if judge and not is_made:
                 view.finish(judge.list_steps(product))
             elif judge and rest.is_last(product):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import sum_by_cluster
+from pipeline.gate.compare import find_unfit
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.verdicts import build_policy, is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.products.text.findings import TextAuditor
 from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.findings.speculation import check_speculation
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
@@ -723,6 +726,17 @@ def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Pa
         """'{"name": "move", "arguments": {"crate": 0, "to": "bay-0"}}\\n{' and """
         """'{"name": "move", "arguments": {"crate": 1, "to": "bay-0"}}\\n{'"""
     )
+
+
+@pytest.mark.parametrize(("right", "is_unfit"), [(12, True), (13, False)])  # of 400, 12 tolerated
+def test_an_unfit_reference_is_found_without_any_candidate(tmp_path: Path, right: int, is_unfit: bool) -> None:
+    """It was told after all candidates had been evaluated."""
+    refused = judge_equal_choices(tmp_path, right=right)
+    product, build = make_params(["a"], ["a"]), tmp_path / "build"
+    shutil.rmtree(build / "evaluations/a")
+    found = find_unfit(product, TextAuditor(), build)
+    assert [f"refused: {problem}" for problem in found] == [s for s in list_said(refused) if "can't show" in s]
+    assert len(found) == is_unfit
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pipeline.products import inputs
-from pipeline.products.params import load_params
-from pipeline.records.record_files import read_record
+from pipeline.products.params import get_product, load_params
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.evaluations import BuiltCandidate, Checkpoint
+from pipeline.records.record_files import read_record, write_record
 from pipeline.release.manifest import Manifest
 from pipeline.running.stage_code import digest_code
 from tests.paths import ROOT
@@ -72,3 +74,29 @@ def test_the_weights_of_a_reference_are_known_by_what_the_gate_pins() -> None:
         for name in names
     }
     assert inputs.digest_references([params.products[name] for name in names], ROOT) == pinned
+
+
+def test_how_a_reference_is_run_is_known_by_what_the_gate_pins_once_it_is_made(tmp_path: Path) -> None:
+    """Another serving.max_tokens than at the last release was refused after all candidates had been evaluated."""
+    project = copy_inputs(tmp_path)
+    params = load_params(project / "params.yaml")
+    product = get_product(params, "agent", kind=TextProduct)
+    (project / "release/agent").mkdir(parents=True)
+    assert inputs.digest_servings([product], project) == {}, "nothing is made yet"
+    weights = Checkpoint(
+        path="models/agent",
+        kind="llama",
+        format="dense",
+        dtype="bfloat16",
+        num_parameters=1,
+        num_bytes=2,
+        digest="0" * 64,
+    )
+    built = BuiltCandidate(name=product.reference, checkpoint=weights)
+    write_record(project / product.build / "candidates" / product.reference / "candidate.json", built)
+    pinned = read_record(ROOT / "release/agent/manifest.json", Manifest).reference.serving_digest
+    assert inputs.digest_servings([product], project) == {"agent": pinned}
+    other = product.model_copy(update={"serving": product.serving.model_copy(update={"max_tokens": 4})})
+    assert inputs.digest_servings([other], project) != {"agent": pinned}
+    shutil.rmtree(project / "release")
+    assert inputs.digest_servings([other], project) == {}, "no release pins it"

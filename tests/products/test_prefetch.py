@@ -55,14 +55,19 @@ class Workshop:
 class Judge:
     """Writes down which product it is given, and what had been made by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, unfit: tuple[str, ...] = ()) -> None:
         self.workshop: Any = None
+        self.unfit = unfit
         self.judged: dict[str, list[str]] = {}
         self.has_ended = False
 
     def list_steps(self, product: Product) -> list[str]:
         """Name one step of each product but the agent."""
         return [f"compare@{product.name}"] if product.name != "agent" else []
+
+    def find_unfit(self, product: Product) -> list[str]:
+        """Find fault with the references that it was told of."""
+        return ["right in 0 of 200 cases"] if product.reference in self.unfit else []
 
     def judge(self, product: Product, gpus: str | None) -> None:
         """Judge nothing."""
@@ -151,6 +156,23 @@ def test_a_product_is_judged_as_soon_as_its_last_candidate_is_made_and_never_wit
     )
     assert failed == ["int8", "tiled"] and len(workshop.asked) == len(names)
     assert judge.judged == {"shots": ["evaluate@shots", "evaluate@shots-again"]}
+
+
+@pytest.mark.parametrize("unfit", ["people", "int8"])
+def test_no_candidate_is_begun_beside_a_reference_that_is_unfit(
+    params: Params, unfit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reference that was right in none of 200 cases was found after hours of work on the others."""
+    names = ["people", "int8", "compiled", "upscaler"]
+    judge = Judge((unfit,))
+    failed, workshop = make_all(params, {f"evaluate@{name}": "run" for name in names}, names=names, judge=judge)
+    is_stopped = unfit == "people"  # the others are nobody's reference
+    begun = ["people", "upscaler"] if is_stopped else names
+    assert workshop.asked == [f"evaluate@{name}" for name in begun]
+    assert failed == (["people"] if is_stopped else [])
+    assert list(judge.judged) == (["upscaler"] if is_stopped else ["people", "upscaler"])
+    said = capsys.readouterr().err
+    assert ("people: no other candidate is begun, as the reference is unfit: right in 0 of" in said) == is_stopped
 
 
 def test_one_whose_candidates_are_as_they_were_is_left_to_dvc(params: Params) -> None:

@@ -48,7 +48,7 @@ class TextKind:
         from pipeline.products.text.calibration_checks import warn_of_calibration
         from pipeline.products.text.engine_commands import check_commands
         from pipeline.products.text.evals.known_tasks import describe_tasks
-        from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks
+        from pipeline.products.text.hardware import check_ranks, warn_of_fallbacks, warn_of_score_caps
         from pipeline.products.text.memory import (
             Room,
             check_needs,
@@ -73,6 +73,7 @@ class TextKind:
             *warn_of_calibration(product),
             *check_needs(estimate_needs(product, root, machine), host=host, card=card),
             *warn_of_fallbacks(product, root, read_gpu_capabilities() if machine.gpus else ()),
+            *warn_of_score_caps(product, root),
         ]
 
     def render_costs(self, product: TextProduct, root: Path, machine: Machine, *, build: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import SettingsError
-from pipeline.products.text.model_config import read_config
+from pipeline.products.text.model_config import SCORE_CAP, find_text, read_config, read_score_cap
 from pipeline.products.text.schemes import NumberFormat, Scheme, read_format
 from pipeline.products.text.settings import CandidateSettings, TextProduct, VllmEngine
 from pipeline.products.text.step_settings import QuantizeStep
@@ -96,6 +96,22 @@ def warn_of_fallbacks(product: TextProduct, root: Path, gpus: tuple[Capability, 
             if run != RUNS
         ]
     return lines
+
+
+def warn_of_score_caps(product: TextProduct, root: Path) -> list[str]:
+    """Return a line on candidates of which the embedded engine leaves out the cap on attention scores, if any."""
+    capped = [
+        name
+        for name, candidate in product.candidates.items()
+        if candidate.engine.is_embedded
+        and read_score_cap(find_text(read_config(locate_checkpoint(candidate.checkpoint, root))))
+    ]
+    if not capped:
+        return []
+    return [
+        f"{', '.join(capped)}: the embedded engine leaves out {SCORE_CAP} of config.json, as transformers does by "
+        "default; where the engine that ships applies it, as vLLM does, name that one"
+    ]
 
 
 def _list_schemes(candidate: CandidateSettings, root: Path) -> Iterator[Scheme]:

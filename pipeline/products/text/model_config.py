@@ -15,6 +15,7 @@ from pipeline.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
+SCORE_CAP = "attn_logit_softcapping"  # of Gemma 2; neither torch's attention nor ours applies it
 PACKED = (".weight_packed", ".qweight")  # ends of the names of tensors that hold packed weights
 
 
@@ -49,6 +50,12 @@ def find_positions(config: Mapping[str, Any]) -> int | None:
     text = find_text(config)
     found = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def read_score_cap(text: Mapping[str, Any]) -> float:
+    """Return the cap on attention scores that a config of text asks for; 0: none."""
+    cap = text.get(SCORE_CAP)
+    return float(cap) if isinstance(cap, int | float) else 0.0
 
 
 def detect_format(folder: Path, config: Mapping[str, Any], tensors: Iterable[str]) -> str:

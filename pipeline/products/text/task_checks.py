@@ -15,7 +15,7 @@ from pipeline.gate.plan import check_plan, plan_gate
 from pipeline.gate.preflight import check_cases
 from pipeline.gate.suite_sizes import count_sizes
 from pipeline.gate.wording import use_metrics
-from pipeline.products.text.chat_templates import has_chat_template, holds_chat_template
+from pipeline.products.text.chat_templates import TEMPLATE_FILE, has_chat_template, holds_chat_template
 from pipeline.products.text.evals.known_tasks import KnownTask
 from pipeline.products.text.problems import find_unanswered
 from pipeline.products.text.settings import TextProduct
@@ -41,9 +41,11 @@ def check_tasks(product: TextProduct, tasks: Mapping[str, KnownTask], root: Path
     in_words = [name for name, task in tasks.items() if task.is_answered_in_words]
     if not in_words and not product.chat_evals and (problems := find_unanswered(product)):
         raise SettingsError("; ".join(map(product.locate, problems)))
-    if in_words and has_chat_template(product, root):
+    has_template = has_chat_template(product, root)
+    if in_words and has_template:
         _check_templates(product, root, in_words[0])
-    return [*warn_of_missing_cards(product, root), *_check_sizes(product, tasks)]
+    plain = [] if has_template or not in_words else [_tell_plain(product, in_words[0])]
+    return [*plain, *warn_of_missing_cards(product, root), *_check_sizes(product, tasks)]
 
 
 def warn_of_missing_cards(product: TextProduct, root: Path) -> list[str]:
@@ -55,6 +57,15 @@ def warn_of_missing_cards(product: TextProduct, root: Path) -> list[str]:
         for name, settings in product.task_evals.items()
         if settings.include_path is not None and not (root / settings.include_path / CARD_FILE).is_file()
     ]
+
+
+def _tell_plain(product: TextProduct, eval_name: str) -> str:
+    """Say that models are asked by plain prompts: one that was trained in chats answers hardly anything so."""
+    checkpoint = product.candidates[product.reference].checkpoint
+    return (
+        f"{product.locate(f'evals.{eval_name}')}: asked by plain prompts, as {checkpoint} has no chat template: right "
+        f"for a base model; for one that chats copy {TEMPLATE_FILE} from its source"
+    )
 
 
 def _check_templates(product: TextProduct, root: Path, eval_name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.gate.audits import CandidateFindings
-from pipeline.products.text.findings.imitation import find_imitation, judge_imitation
+from pipeline.products.text.findings.imitation import describe_left_out, find_imitation, judge_imitation
 from pipeline.records.reasons import ReasonKind
 from tests.fakes.synthetic_records import make_params
 
@@ -45,6 +45,13 @@ def test_what_is_not_released_or_allowed_is_marked() -> None:
         assert note.kind is ReasonKind.LIMIT and "rests on emulation" in note.text
         assert not findings.refusals
     assert note.text.endswith("; allowed, as the target was measured")
+
+
+def test_what_the_engine_left_out_of_the_model_is_said() -> None:
+    """A model with a cap on its attention scores passed as another one, and no report said so."""
+    evidence = make_evidence({"left_out": {"attn_logit_softcapping": 50.0}}, rounded=(), kind="transformers")
+    assert str(describe_left_out(evidence)).startswith("it was evaluated without attn_logit_softcapping 50 of its con")
+    assert describe_left_out(make_evidence({}, rounded=(), kind="transformers")) is None
 
 
 def test_weights_alone_are_no_imitation() -> None:

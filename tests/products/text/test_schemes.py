@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.hardware import (
     FALLS_BACK,
     NO_KERNEL,
@@ -18,11 +20,16 @@ from pipeline.products.text.hardware import (
     check_ranks,
     predict_run,
     warn_of_fallbacks,
+    warn_of_score_caps,
 )
 from pipeline.products.text.problems import find_text_problems
 from pipeline.products.text.schemes import PRESETS, NumberFormat, find_preset, list_rounded
+from pipeline.products.text.serving.loading import load_candidate
 from pipeline.products.text.settings import TextProduct, VllmEngine
 from pipeline.products.text.step_settings import QuantizeStep
+from pipeline.records.evaluations import Candidate
+from pipeline.records.serving import ServingConfig
+from tests.fakes.tiny_architectures import write_tiny_model
 from tests.paths import ROOT
 
 FIELDS = tuple(NumberFormat.model_fields)
@@ -332,6 +339,23 @@ def test_the_page_says_what_the_look_up_says() -> None:
         for name in re.findall(r"`([^`]*)`", names)
     }
     assert shown == {name: [predict_run(scheme, gpu) for gpu in gpus] for name, scheme in PRESETS.items()}
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("gemma2", True), ("gemma3", False)])
+def test_a_cap_on_attention_scores_is_told_before_any_work_and_by_the_engine(
+    tmp_path: Path, name: str, is_told: bool
+) -> None:
+    """transformers' own attention leaves it out, and ours does."""
+    folder = write_tiny_model(tmp_path / "model", name)
+    product = make_product({"scheme": "NVFP4"})
+    candidates = {n: c.model_copy(update={"checkpoint": "model"}) for n, c in product.candidates.items()}
+    said = warn_of_score_caps(product.model_copy(update={"candidates": candidates}), tmp_path)
+    assert said == ([f"{', '.join(candidates)}: {said[0].partition(': ')[2]}"] if is_told else [])
+    weights = read_checkpoint(folder, root=tmp_path)
+    loaded = load_candidate(
+        Candidate(name="tiny", checkpoint=weights, serving=ServingConfig(context_length=64)), folder
+    )
+    assert loaded.facts["engine"].get("left_out") == ({"attn_logit_softcapping": 50.0} if is_told else None)
 
 
 def test_candidates_that_fall_back_are_named_before_any_work() -> None:

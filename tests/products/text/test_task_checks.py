@@ -106,7 +106,11 @@ def test_a_candidate_that_lacks_the_references_template_is_named(
     with pytest.raises(SettingsError, match=r"candidates.a.checkpoint: expected a chat template, as the reference "):
         check(make_product("other"), tmp_path)
     (tmp_path / "reference/chat_template.jinja").rename(tmp_path / "other/chat_template.jinja")
-    assert check(make_product("other"), tmp_path) == [], "the reference has none: both get plain prompts"
+    (said,) = check(make_product("other"), tmp_path)
+    assert said.endswith(
+        "asked by plain prompts, as reference has no chat template: right for a base model; for one "
+        "that chats copy chat_template.jinja from its source"
+    ), "the reference has none"
 
 
 def test_a_misspelt_name_is_told_without_lm_evals_index() -> None:

@@ -31,7 +31,7 @@ from pipeline.products.text.findings.endpoint import (
     holds_same_model,
 )
 from pipeline.products.text.findings.headlines import explain_flat_perplexity
-from pipeline.products.text.findings.imitation import judge_imitation
+from pipeline.products.text.findings.imitation import describe_left_out, judge_imitation
 from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
 from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
@@ -65,6 +65,8 @@ class TextAuditor(Auditor[TextProduct]):
         findings.refusals += check_silence(evidence)
         findings.refusals += check_speculation(evidence)
         judge_imitation(findings, evidence, product)
+        if left_out := describe_left_out(evidence):
+            findings.add_note(left_out, ReasonKind.LIMIT)
         drafts = product.candidates[name].speculative if name in product.candidates else None
         if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
             findings.failures.append(f"speculation: {failure}")

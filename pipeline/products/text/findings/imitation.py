@@ -44,6 +44,18 @@ def find_imitation(evidence: Evidence) -> str | None:
     return None
 
 
+def describe_left_out(evidence: Evidence) -> str | None:
+    """Say which settings of the model its engine did not apply, by what it said of itself; None: none."""
+    engine = evidence.evaluation.served_by.get("engine", {})
+    if not (left_out := engine.get("left_out")):
+        return None
+    shown = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
+    return (
+        f"it was evaluated without {shown} of its config.json, which the embedded engine leaves out on both sides, as "
+        "transformers does by default; where the engine that ships applies it, as vLLM does, name that one"
+    )
+
+
 def _find_doubt(evidence: Evidence) -> tuple[str, str] | None:
     """Say what nobody knows of how numbers ran, and what would tell."""
     rounded, engine = evidence.candidate.checkpoint.rounded, evidence.evaluation.served_by.get("engine", {})

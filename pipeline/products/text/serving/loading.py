@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.products.text.checkpoints import read_checkpoint
-from pipeline.products.text.model_config import read_config
+from pipeline.products.text.model_config import SCORE_CAP, read_config, read_score_cap
 from pipeline.products.text.model_loading import estimate_load_bytes, load_model, load_tokenizer
 from pipeline.products.text.schemes import read_format, unpacks_to_bfloat16
 from pipeline.products.text.serving.batching import Batching, plan_batching
@@ -137,6 +137,8 @@ def load_candidate(
     engine = {"num_packed_layers": num_packed, **batching.facts}
     if imitated := count_imitated(model):
         engine["imitated"] = imitated
+    if cap := read_score_cap(model.config.get_text_config().to_dict()):
+        engine["left_out"] = {SCORE_CAP: cap}
     facts = _build_facts(loaded, model, engine=engine)
     config = {"generation_config.json": model.generation_config.to_json_string()}
     if draft is not None:
