@@ -8,7 +8,7 @@ their facts. Names and texts from records and evalsets pass `escape_markdown` or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.gate.audits import CandidateFindings
@@ -85,7 +85,7 @@ def render_report(
     """
     judgement = compared.judgement
     blocks = [
-        _candidate_table(judgement, presenter.list_columns(compared.evals)),
+        _candidate_table(judgement, presenter.list_columns(compared.evals), compared.findings),
         describe_floor(judgement),
         *([f"![Harm of every gated comparison against its tolerance]({HARM})"] if _has_gated(judgement) else []),
         *presenter.build_overview(compared),
@@ -176,11 +176,13 @@ def _headline(judgement: Judgement) -> str:
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
-def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> Table:
+def _candidate_table(
+    judgement: Judgement, reported: Sequence[str], findings: Mapping[str, CandidateFindings]
+) -> Table:
     columns = _columns(judgement, reported)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
-    header = ["candidate", "release", "verdict"] + [_column_title(*column, columns) for column in columns]
-    reference = [f"`{judgement.policy.reference}`", "", "reference"]
+    header = ["candidate", "release", "verdict", "MB"] + [_column_title(*column, columns) for column in columns]
+    reference = [f"`{judgement.policy.reference}`", "", "reference", _size_cell(findings[judgement.policy.reference])]
     reference += [_cell(values[column]) if column in values else "–" for column in columns]
     rows = [header, reference]
     for verdict in judgement.verdicts:
@@ -191,13 +193,14 @@ def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> Table:
                     f"`{verdict.candidate}`",
                     "yes" if verdict.is_release else "",
                     f"{_MARKS[verdict.outcome]} {verdict.outcome}",
+                    _size_cell(findings[verdict.candidate]),
                 ]
                 + [_compared_cell(compared.get(column)) for column in columns]
             )
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))
         return Table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
-    return Table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
+    return Table([header, ["---"] * 3 + ["---:"] * (1 + len(columns)), *rows[1:]])
 
 
 def _columns(judgement: Judgement, reported: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -224,6 +227,11 @@ def _column_title(metric: str, bucket: str | None, columns: Sequence[tuple[str, 
     is_shared = any(other != metric and b == bucket and other.startswith(f"{eval_name}/") for other, b in columns)
     title = name if bucket is None else f"{name} [{bucket}]" if is_shared else bucket
     return f"{eval_name}<br>{escape_markdown(title)}"
+
+
+def _size_cell(findings: CandidateFindings) -> str:
+    """Return the bytes of a candidate's weights as stored, in megabytes."""
+    return "–" if findings.evidence is None else f"{findings.evidence.candidate.checkpoint.num_bytes / 1e6:,.1f}"
 
 
 def _cell(metric: Metric) -> str:

@@ -81,6 +81,7 @@ def test_every_gated_bucket_is_in_the_row_of_its_candidate(tmp_path: Path) -> No
     report = render_report(compared)
     titles = row_of(report, "candidate")[3:-1]
     assert titles == [
+        "MB",
         "calls<br>tool_call_exact_match",
         "calls<br>plain",
         "calls<br>tool/9",
@@ -132,7 +133,7 @@ def test_names_from_evalsets_can_not_forge_a_line_of_the_report(tmp_path: Path) 
         assert raw not in report
     assert not any(raw in terminal for raw in UNPRINTABLE) and "\\x1b[2J" in terminal
     tables = [line for line in report.splitlines() if line.startswith("| ")]
-    assert {line.count(" | ") for line in tables} == {4, 5, 11}, "losses, candidates and comparisons"
+    assert {line.count(" | ") for line in tables} == {4, 6, 11}, "losses, candidates and comparisons"
     assert report.count("<details>") == report.count("</details>")
 
 

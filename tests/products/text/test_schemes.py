@@ -352,9 +352,8 @@ def test_a_cap_on_attention_scores_is_told_before_any_work_and_by_the_engine(
     said = warn_of_score_caps(product.model_copy(update={"candidates": candidates}), tmp_path)
     assert said == ([f"{', '.join(candidates)}: {said[0].partition(': ')[2]}"] if is_told else [])
     weights = read_checkpoint(folder, root=tmp_path)
-    loaded = load_candidate(
-        Candidate(name="tiny", checkpoint=weights, serving=ServingConfig(context_length=64)), folder
-    )
+    serving = ServingConfig(context_length=64)
+    loaded = load_candidate(Candidate(name="tiny", checkpoint=weights, serving=serving), folder)
     assert loaded.facts["engine"].get("left_out") == ({"attn_logit_softcapping": 50.0} if is_told else None)
 
 

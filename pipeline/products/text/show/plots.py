@@ -82,7 +82,8 @@ def plot_sizes(compared: ReleaseComparison, path: Path) -> None:
     axis.plot([size for size, _ in front], [sign * y for _, y in front], color="#808080", linewidth=0.9, zorder=0)
     axis.set_xlabel("megabytes of weights, as stored", fontsize=9)
     axis.set_ylabel(f"{metric.rpartition('/')[2]}{', %' if scale == 100 else ''}", fontsize=9)
-    title = f"Quality by size, with 95 % intervals (line: nothing smaller is as good){format_shown(judgement)}"
+    line = " (line: nothing smaller is as good)" if len(front) > 1 else ""
+    title = f"Quality by size, with 95 % intervals{line}{format_shown(judgement)}"
     axis.set_title(title, fontsize=10, loc="left")
     axis.margins(x=0.2)
     axis.grid(color="#DDDDDD", linewidth=0.6)
