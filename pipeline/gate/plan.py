@@ -35,6 +35,11 @@ _ALIKE = 1.05  # times: a perplexity's room follows both sides', which differ li
 _MOST = 1_000  # times as many cases: more is no plan
 _LEGEND = "can prove, cases in all: for a candidate without a loss, which then passes four times in five"  # POWER
 
+_GUESS = "assumed"
+_ASSUMED = (
+    "assumed flips are a guess: a first run (`dvc repro gate@PRODUCT`) counts them, before a tolerance is widened"
+)
+
 
 @dataclass(frozen=True)
 class SuiteSize:
@@ -144,7 +149,7 @@ def _plan_row(
     verdict: Verdict | None,
     alpha: float,
 ) -> PlanRow:
-    source = f"last run of {verdict.candidate}" if verdict else "assumed"
+    source = f"last run of {verdict.candidate}" if verdict else _GUESS
     seconds = verdict.seconds.get(metric.partition("/")[0]) if verdict else None
     minutes = None if seconds is None else seconds / 60
     if size is None:
@@ -332,7 +337,8 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
         for row in rows
         for problem in list_impossible([row])
     ]
-    return "\n".join([*align_columns(table), _LEGEND, *problems, *_describe_release(rows)])
+    assumed = [_ASSUMED] if any(row.source == _GUESS and row.flips is not None for row in rows) else []
+    return "\n".join([*align_columns(table), *assumed, _LEGEND, *problems, *_describe_release(rows)])
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> list[str]:

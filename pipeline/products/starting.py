@@ -246,7 +246,8 @@ def _describe(name: str, start: Start, removed: Collection[str]) -> list[str]:
     gone = f"; removed {', '.join(removed)}: their models and evalsets are still there" if removed else ""
     return [
         f"{PARAMS}: added product {name} with candidates {candidates}; examples are in {' and '.join(folders)}{gone}",
-        f"next: `dvc repro gate@{name}` runs the examples to a first verdict; nothing is released by them",
+        f"next: `dvc repro gate@{name}` runs the examples to a first verdict; nothing is released by them, "
+        "and a model that can't do them is refused: go on to your own cases then",
         f"then: put your own cases into {' and '.join(f'{folder}/cases.jsonl' for folder in folders)}, and run "
         f"`python -m evalsets.seal {folders[0]}`{', and of the others alike' * (len(folders) > 1)}",
         "then: set the tolerances, see by `make plan` what your cases can prove, and run `make repro`",

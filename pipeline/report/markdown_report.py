@@ -176,9 +176,7 @@ def _headline(judgement: Judgement) -> str:
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
-def _candidate_table(
-    judgement: Judgement, reported: Sequence[str], findings: Mapping[str, CandidateFindings]
-) -> Table:
+def _candidate_table(judgement: Judgement, reported: Sequence[str], findings: Mapping[str, CandidateFindings]) -> Table:
     columns = _columns(judgement, reported)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
     header = ["candidate", "release", "verdict", "MB"] + [_column_title(*column, columns) for column in columns]
