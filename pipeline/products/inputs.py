@@ -65,14 +65,20 @@ def digest_references(products: Iterable[Product], root: Path) -> dict[str, str]
 
 
 def digest_servings(products: Iterable[Product], root: Path) -> dict[str, str]:
-    """Return the digest of how each product's reference is run, by product, where a release pins it and it is made."""
+    """Return the digest of how each product's reference is run, by product, where a release pins it and it is made.
+
+    What was made of other weights says nothing: how those were run may follow from their format.
+    """
     digests = {}
     for product in products:
         if (root / RELEASE / product.name).is_dir():
             with contextlib.suppress(EvidenceError):  # not made yet, or with other steps: the gate tells then
                 auditor = KINDS[product.kind].get_auditor()
                 reference = auditor.read_candidate(root / product.build, product.reference, product)
-                digests[product.name] = digest_serving(reference.serving)
+                made = reference.checkpoint
+                weights = digest_watched(product.candidates[product.reference].checkpoint, root)
+                if weights in (made.digest, made.parent_digest, made.path):  # the last of a hub
+                    digests[product.name] = digest_serving(reference.serving)
     return digests
 
 

@@ -11,6 +11,7 @@ import pytest
 from pipeline.products import inputs
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text.settings import TextProduct
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.release.manifest import Manifest
@@ -90,7 +91,7 @@ def test_how_a_reference_is_run_is_known_by_what_the_gate_pins_once_it_is_made(t
         dtype="bfloat16",
         num_parameters=1,
         num_bytes=2,
-        digest="0" * 64,
+        digest=inputs.digest_references([product], project)["agent"],
     )
     built = BuiltCandidate(name=product.reference, checkpoint=weights)
     write_record(project / product.build / "candidates" / product.reference / "candidate.json", built)
@@ -100,3 +101,28 @@ def test_how_a_reference_is_run_is_known_by_what_the_gate_pins_once_it_is_made(t
     assert inputs.digest_servings([other], project) != {"agent": pinned}
     shutil.rmtree(project / "release")
     assert inputs.digest_servings([other], project) == {}, "no release pins it"
+
+
+def test_how_a_reference_of_other_weights_was_run_says_nothing_of_this_one(tmp_path: Path) -> None:
+    """An .onnx file tried as the reference, and set back, was refused before the reference could be made again."""
+    project = copy_inputs(tmp_path)
+    product = get_product(load_params(project / "params.yaml"), "upscaler", kind=VisionProduct)
+    (project / "release/upscaler").mkdir(parents=True)
+    weights = Checkpoint(
+        path="models/onnx",
+        kind="upscaler",
+        format="onnx",
+        dtype="float32",
+        num_parameters=1,
+        num_bytes=4,
+        digest="0" * 64,
+    )
+    path = project / product.build / "candidates" / product.reference / "candidate.json"
+    write_record(path, BuiltCandidate(name=product.reference, checkpoint=weights))
+    assert inputs.digest_servings([product], project) == {}, "the gate tells, once it is made"
+    own = weights.model_copy(
+        update={"format": "dense", "digest": inputs.digest_references([product], project)["upscaler"]}
+    )
+    write_record(path, BuiltCandidate(name=product.reference, checkpoint=own))
+    pinned = read_record(ROOT / "release/upscaler/manifest.json", Manifest).reference.serving_digest
+    assert inputs.digest_servings([product], project) == {"upscaler": pinned}
