@@ -281,6 +281,15 @@ def _make_all(
 
     stopped = set[str]()  # products whose reference is unfit
 
+    def stop_unfit(product: Product) -> bool:
+        if not judge or not (problems := judge.find_unfit(product)):
+            return False
+        why = format_line(problems[0])
+        view.say(f"{product.name}: no other candidate is begun, as the reference is unfit: {why}")
+        view.finish(judge.list_steps(product))
+        stopped.add(product.name)
+        return True
+
     def make(name: str) -> bool:
         place, product = places.get(), candidates[name]
         try:
@@ -292,10 +301,8 @@ def _make_all(
             is_made = _make_one(ask, workshop, view, first[name], order)
             for step in planned[name]:
                 view.drop(step)
-            if judge and is_made and name == product.reference and (problems := judge.find_unfit(product)):
-                view.say(f"{product.name}: no other candidate is begun, as the reference is unfit: {problems[0]}")
-                stopped.add(product.name)
-                is_made = False
+            if is_made and name == product.reference and stop_unfit(product):
+                return False
             if judge and not is_made:
                 view.finish(judge.list_steps(product))
             elif judge and rest.is_last(product):
@@ -306,12 +313,13 @@ def _make_all(
 
     with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
         try:
+            unfit = [own.reference for own in rest.products if own.reference not in first and stop_unfit(own)]
             is_made = list(pool.map(make, first))
         except KeyboardInterrupt:
             if judge:
                 judge.end()  # the pool waits for it
             raise
-    return [name for name, made in zip(first, is_made, strict=True) if not made]
+    return unfit + [name for name, made in zip(first, is_made, strict=True) if not made]
 
 
 class _Rest:

@@ -55,9 +55,9 @@ class Workshop:
 class Judge:
     """Writes down which product it is given, and what had been made by then."""
 
-    def __init__(self, unfit: tuple[str, ...] = ()) -> None:
+    def __init__(self, unfit: tuple[str, ...] = (), *, problem: str = "right in 0 of 200 cases") -> None:
         self.workshop: Any = None
-        self.unfit = unfit
+        self.unfit, self.problem = unfit, problem
         self.judged: dict[str, list[str]] = {}
         self.has_ended = False
 
@@ -67,7 +67,7 @@ class Judge:
 
     def find_unfit(self, product: Product) -> list[str]:
         """Find fault with the references that it was told of."""
-        return ["right in 0 of 200 cases"] if product.reference in self.unfit else []
+        return [self.problem] if product.reference in self.unfit else []
 
     def judge(self, product: Product, gpus: str | None) -> None:
         """Judge nothing."""
@@ -173,6 +173,19 @@ def test_no_candidate_is_begun_beside_a_reference_that_is_unfit(
     assert list(judge.judged) == (["upscaler"] if is_stopped else ["people", "upscaler"])
     said = capsys.readouterr().err
     assert ("people: no other candidate is begun, as the reference is unfit: right in 0 of" in said) == is_stopped
+
+
+@pytest.mark.parametrize("num_jobs", [1, 3])
+def test_none_is_begun_beside_an_unfit_reference_that_was_made_before(
+    params: Params, num_jobs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that `dvc repro` had evaluated and refused cost hours of work on each candidate that was added."""
+    judge = Judge(("people",), problem="objects\x1b[2J: right in 0\nof 200 cases")
+    plans = {f"evaluate@{name}": "run" for name in ("int8", "compiled", "upscaler")}
+    failed, workshop = make_all(params, plans, names=["people", "upscaler"], judge=judge, num_jobs=num_jobs)
+    assert workshop.asked == ["evaluate@upscaler"]
+    assert failed == ["people"] and list(judge.judged) == ["upscaler"]
+    assert "as the reference is unfit: objects\\x1b[2J: right in 0" in capsys.readouterr().err
 
 
 def test_one_whose_candidates_are_as_they_were_is_left_to_dvc(params: Params) -> None:
