@@ -296,6 +296,23 @@ def test_targets_are_as_much_larger_as_config_json_says(project: Path, config: d
     assert sizes == [80, 80 * scale]
 
 
+def test_a_config_beside_an_onnx_file_of_free_sides_says_how_much_it_enlarges(project: Path) -> None:
+    """It was not read there, and the first run ended on targets of twice the pictures."""
+    write_model(
+        project / "models/larger/model.onnx",
+        [make_node("Resize", ["pictures", "", "scales"], ["larger"])],
+        inputs={"pictures": (FLOAT, (1, 3, "rows", "columns"))},
+        outputs={"larger": (FLOAT, (1, 3, "more_rows", "more_columns"))},
+        weights=[make_weight("scales", np.array([1, 1, 4, 4], np.float32))],
+    )
+    (project / "models/larger/config.json").write_text('{"scale": 4}')
+    adapter = shutil.copy(ROOT / "models/upscaler/upscaler.py", project / "models/larger")
+    init_product("bot", "vision", "models/larger", UPSCALER | {"adapter": str(adapter)}, root=project)
+    for name, expected in (("images", 80), ("targets", 320)):
+        with Image.open(project / f"evalsets/bot-pictures/{name}/picture-1.png") as picture:
+            assert picture.size == (expected, expected)
+
+
 @pytest.mark.parametrize(("side", "scale"), [(64, 2), (512, 2), (64, 4)])
 def test_an_upscaler_that_takes_one_size_gets_pictures_of_it(project: Path, side: int, scale: int) -> None:
     """One exported for 512 pixels got pictures of 128, on which its first run ended."""

@@ -75,7 +75,7 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
     folder = Path("evalsets") / f"{name}-pictures"
     path = find_onnx(root / checkpoint)
     fixed = None if path is None else _read_side(path)
-    config = read_config(root / checkpoint) if path is None else {}
+    config = read_config(root / checkpoint)
     named = config.get("size") if path is None else fixed
     side = named if isinstance(named, int) and named in _SIDES else _SIDE
     section = _SECTION.format(
@@ -87,11 +87,11 @@ def start_network(name: str, checkpoint: str, root: Path, *, task: str | None, a
         folder=folder,
         tolerances="\n".join(f"      pictures/{metric}: {{overall: {t}}}" for metric, t in _TOLERANCES[task].items()),
     )
-    files = (
-        _draw_objects(folder, side)
-        if task == "detection"
-        else _draw_pairs(folder, fixed or side // 4, (read_growth(path) if path else _read_scale(config)) or _SCALE)
-    )
+    if task == "detection":
+        files = _draw_objects(folder, side)
+    else:
+        scale = (read_growth(path) if path else None) or _read_scale(config) or _SCALE
+        files = _draw_pairs(folder, fixed or side // 4, scale)
     if path is None:
         return Start(section, _CANDIDATES.format(name=name, checkpoint=checkpoint), files)
     warning = f"{name}-again: it is the reference once more; name the folder of the .onnx file that would ship"
