@@ -249,6 +249,7 @@ LINES = WORDS | {
     "metric_list": [{"metric": "exact_match"}],
     "generation_kwargs": {"until": ["\n"]},
 }
+ANSWER = {"doc_to_target": "{{answer}}"}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ LINES = WORDS | {
     [
         (LINES, True),
         (LINES | {"generation_kwargs": {"until": ["\n\n"]}}, False),
-        (LINES | {"doc_to_target": "{{answer}}"}, False),
+        (LINES | ANSWER, False),
         (LINES | {"doc_to_target": "{{'a\nb' if question == 'What is 0?' else answer}}"}, False),
         (LINES | {"metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["(?s)\n.*"]}]}, False),
     ],
@@ -274,6 +275,21 @@ def test_answers_that_their_stop_string_cuts_are_told_before_any_work(
     with pytest.raises(
         SettingsError, match=r"ends each answer at '\\n' .*4 of its 4 right answers .*'mine-0': 'a0\\nThat is all"
     ):
+        project.watched()
+
+
+@pytest.mark.parametrize(("num_wrong", "is_refused"), [(2, False), (3, True)])  # of 4
+@pytest.mark.parametrize("from_end", [False, True])
+def test_each_answer_that_holds_a_stop_string_is_judged(
+    project: Project, num_wrong: int, is_refused: bool, from_end: bool
+) -> None:
+    """The first one stood for all: one like no other had a good task refused, or a useless one run."""
+    cases = [case | {"answer": "so\n7" if i < num_wrong else "7\nso"} for i, case in enumerate(CASES)]
+    write_lines(Path("data/test.jsonl"), cases[::-1] if from_end else cases)
+    ignored = [{"metric": "exact_match", "regexes_to_ignore": ["(?<=7)\n.*", "so\n"]}]
+    files = {"data_files": {"test": "data/test.jsonl"}}
+    project.write_task(dataset_path="json", dataset_kwargs=files, **LINES | {"metric_list": ignored, **ANSWER})
+    with pytest.raises(SettingsError, match="3 of its 4 right") if is_refused else contextlib.nullcontext():
         project.watched()
 
 

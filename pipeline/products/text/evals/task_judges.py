@@ -6,7 +6,7 @@ That is tried on answers made for it, so that a task which can't judge, or cuts 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,10 +24,10 @@ def check_judge(name: str, task_name: str, task: Any) -> None:
     Raises:
         SettingsError: it can't, or none of its metrics is known.
     """
-    if task.instances:
-        request = task.instances[0]
+    first = [request for request in task.instances if request.doc_id == task.instances[0].doc_id]
+    if first:
         with explain_problems(name, f"judge {task.OUTPUT_TYPE} answers by the metrics of", task_name):
-            _judge(name, task_name, task, request.doc_id, _list_targets(task, request.doc)[0])
+            _judge(name, task_name, task, first, _list_targets(task, first[0].doc)[0])
 
 
 def check_ends(name: str, task_name: str, task: Any) -> None:
@@ -44,15 +44,24 @@ def check_ends(name: str, task_name: str, task: Any) -> None:
         if all(any(stop in text for stop in stops) for text in texts):
             stopped.append((request, texts[0], stops))
     if len(stopped) <= _MOST * len(asked):
-        return
-    request, text, stops = stopped[0]
-    whole, ended = (_judge(name, task_name, task, request.doc_id, answer) for answer in (text, cut(text, stops)))
-    if whole > ended:
+        return  # to judge them takes seconds
+    of_document: dict[Any, list[Any]] = {}
+    for request in task.instances:
+        of_document.setdefault(request.doc_id, []).append(request)
+    wrong = []
+    for request, text, stops in stopped:
+        answers = text, cut(text, stops)
+        whole, ended = (_judge(name, task_name, task, of_document[request.doc_id], answer) for answer in answers)
+        if whole > ended:
+            wrong.append((request, text, stops))
+    if len(wrong) > _MOST * len(asked):
+        request, text, stops = wrong[0]
         stop = next(stop for stop in stops if stop in text)
         raise SettingsError(
             f"evals.{name}.task: {task_name} ends each answer at {stop!r} (generation_kwargs.until), so that "
-            f"{len(stopped)} of its {len(asked)} right answers are cut and wrong, first that of case "
-            f"{name_case(task_name, request.doc, request.doc_id)!r}: {show_value(text)}; take the string out of until"
+            f"{len(wrong)} of its {len(asked)} right answers are cut and wrong, first that of case "
+            f"{name_case(task_name, request.doc, request.doc_id)!r}: {show_value(text)}; take the string out of until, "
+            "or out of the answers"
         )
 
 
@@ -62,9 +71,8 @@ def _list_targets(task: Any, document: Any) -> list[str]:
     return list(map(str, target)) if isinstance(target, list) and target else [str(target)]
 
 
-def _judge(name: str, task_name: str, task: Any, document_id: int, text: str) -> float:
+def _judge(name: str, task_name: str, task: Any, requests: Sequence[Any], text: str) -> float:
     """Return the score of a text, or of made scores, as the answers to a document's requests."""
-    requests = [request for request in task.instances if request.doc_id == document_id]
     for request in requests:
         request.resps = [_SCORE.get(request.request_type, text)]
     with mock.patch.object(task, "_instances", requests):
