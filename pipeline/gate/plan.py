@@ -337,7 +337,7 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
         for row in rows
         for problem in list_impossible([row])
     ]
-    assumed = [_ASSUMED] if any(row.source == _GUESS and row.flips is not None for row in rows) else []
+    assumed = [_ASSUMED] if any(row.source.startswith(_GUESS) and row.flips is not None for row in rows) else []
     return "\n".join([*align_columns(table), *assumed, _LEGEND, *problems, *_describe_release(rows)])
 
 

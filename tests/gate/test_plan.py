@@ -107,6 +107,7 @@ def test_a_run_of_other_cases_says_nothing_of_these(
     assert row.n == num_cases
     assert row.source == ("last run of a" if is_same else "assumed (the last run had other cases)")
     assert (row.flips == 0.05, row.minutes is None) == (not is_same, not is_same)
+    assert ("assumed flips are a guess" in render_plan([row])) == (not is_same)
 
 
 def test_a_judgement_of_before_it_kept_digests_is_known_by_its_number_of_cases(
