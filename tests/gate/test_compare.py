@@ -636,6 +636,37 @@ def test_weights_that_other_steps_made_are_refused(tmp_path: Path) -> None:
     assert "candidate.json: steps.0.group_size: expected 64, as params.yaml asks, got 128" in list_said(verdict)[0]
 
 
+@pytest.mark.parametrize(
+    ("sides", "said"),
+    [
+        ((), []),
+        (("a",), ["it was evaluated without attn_logit_softcapping 50 of its config.json"]),
+        (("reference",), ["the reference was evaluated without attn_logit_softcapping 50 of its config.json"]),
+        (("a", "reference"), ["it was evaluated without attn_logit_softcapping 50 of its config.json"]),
+    ],
+)
+def test_what_an_engine_left_out_of_either_side_is_said(
+    tmp_path: Path, sides: tuple[str, ...], said: list[str]
+) -> None:
+    """A candidate behind vLLM, which applies the cap, was judged beside a reference without it, and nothing said so."""
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    for side in sides:
+        path = build / "evaluations" / side / "evaluation.json"
+        evaluation = read_record(path, Evaluation)
+        facts = evaluation.served_by | {"engine": {"left_out": {"attn_logit_softcapping": 50.0}}}
+        known = {"fingerprint": fingerprint(facts)}
+        write_record(path, evaluation.model_copy(update={"served_by": facts, **known}))
+
+        def sign(records: list[CaseRecord], known: dict[str, str] = known) -> list[CaseRecord]:
+            return [record.model_copy(update=known) for record in records]
+
+        for name in evaluation.evals:
+            rewrite_records(build, side, name, sign)
+    notes = [text for text in list_said(judge_tree(build, ["a"])["a"]) if "softcapping" in text]
+    leaves_out = ", which the embedded engine leaves out, as transformers does by default"
+    assert [text.partition(": ")[2].partition(";")[0] for text in notes] == [text + leaves_out for text in said]
+
+
 @pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])
 def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(
     tmp_path: Path, url: str, outcome: str

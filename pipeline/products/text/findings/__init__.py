@@ -65,8 +65,6 @@ class TextAuditor(Auditor[TextProduct]):
         findings.refusals += check_silence(evidence)
         findings.refusals += check_speculation(evidence)
         judge_imitation(findings, evidence, product)
-        if left_out := describe_left_out(evidence):
-            findings.add_note(left_out, ReasonKind.LIMIT)
         drafts = product.candidates[name].speculative if name in product.candidates else None
         if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
             findings.failures.append(f"speculation: {failure}")
@@ -115,6 +113,8 @@ class TextAuditor(Auditor[TextProduct]):
         """Add what the canary and the benchmark say of a candidate beside the reference."""
         _measure_canary(findings, evidence, reference, product)
         _note_cut(findings, evidence, reference)
+        if left_out := describe_left_out(evidence) or describe_left_out(reference, "the reference"):
+            findings.add_note(left_out, ReasonKind.LIMIT)
         if others := describe_other_prompts(reference.candidate.checkpoint, evidence.candidate.checkpoint):
             findings.add_note(others, ReasonKind.LIMIT)
         if blindness := describe_blindness(reference, evidence):

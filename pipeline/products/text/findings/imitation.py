@@ -44,14 +44,19 @@ def find_imitation(evidence: Evidence) -> str | None:
     return None
 
 
-def describe_left_out(evidence: Evidence) -> str | None:
-    """Say which settings of the model its engine did not apply, by what it said of itself; None: none."""
+def describe_left_out(evidence: Evidence, who: str = "it") -> str | None:
+    """Say which settings of the model its engine did not apply, by what it said of itself; None: none.
+
+    Args:
+        evidence: of either side.
+        who: that is, as the sentence has it.
+    """
     engine = evidence.evaluation.served_by.get("engine", {})
     if not (left_out := engine.get("left_out")):
         return None
     shown = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
     return (
-        f"it was evaluated without {shown} of its config.json, which the embedded engine leaves out on both sides, as "
+        f"{who} was evaluated without {shown} of its config.json, which the embedded engine leaves out, as "
         "transformers does by default; where the engine that ships applies it, as vLLM does, name that one"
     )
 
