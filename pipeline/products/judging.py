@@ -46,6 +46,7 @@ class EarlyJudge:
     Attributes:
         steps: of products whose stages all ended well, by name.
         failed: names of products of which a stage did not, the gate in most cases.
+        unfit: names of products with whose reference nothing can be compared.
         noted: stages of candidates that DVC has noted.
     """
 
@@ -62,6 +63,7 @@ class EarlyJudge:
         self._has_ended = False
         self.steps: dict[str, Step] = {}
         self.failed: list[str] = []
+        self.unfit: list[str] = []
         self.noted: list[str] = []
 
     def list_steps(self, product: Product) -> list[str]:
@@ -75,7 +77,9 @@ class EarlyJudge:
         """Return why nothing can be compared with a product's reference: found before hours of work on the others."""
         from pipeline.gate.compare import find_unfit  # takes half a second, which a run without work has not
 
-        return find_unfit(product, KINDS[product.kind].get_auditor(), product.build)
+        if problems := find_unfit(product, KINDS[product.kind].get_auditor(), product.build):
+            self.unfit.append(product.name)
+        return problems
 
     def judge(self, product: Product, gpus: str | None) -> None:
         """Have DVC judge a product whose candidates are made; what it can't note of these is left to the last one.

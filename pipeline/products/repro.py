@@ -132,6 +132,8 @@ def _conclude(
             stopped.append(f"{name}: stopped by its gate{said}")
         elif step or not has_failed or gate not in due:
             yield describe_pass(product, "" if step else " before")
+        elif name in judge.unfit:
+            stopped.append(f"{name}: stopped before its other candidates, as its reference is unfit, as said above")
         elif name in judge.failed and name not in again:
             stopped.append(f"{name}: stopped, as said above ({report})")
         else:

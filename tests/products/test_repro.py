@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import QuantgateError, SettingsError
+from pipeline.gate import compare
 from pipeline.products import checking, judging, repro
 from pipeline.products.inputs import WARNED
 from pipeline.products.params import Params, load_params
@@ -23,6 +24,7 @@ from pipeline.records.files import write_text
 from pipeline.running.prefetched import Work
 from pipeline.running.progress_view import View
 from pipeline.running.run_state import Step
+from pipeline.settings.base import Product
 from stages import env
 from tests.paths import ROOT
 
@@ -208,6 +210,23 @@ def test_where_a_candidate_failed_the_verdicts_that_came_early_are_said_last(
         "upscaler: passed its gate: tiled-hann",
         "shots: stopped, as said above",
     ]
+
+
+def test_a_product_whose_reference_is_unfit_is_not_said_to_go_on(
+    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of it alone would end at the same reference."""
+
+    def make_ahead(view: View, candidates: dict[str, Product], share: Share, judge: judging.EarlyJudge) -> None:
+        assert judge.find_unfit(candidates["people"]) == ["right in 0 of 200 cases"]
+        raise QuantgateError("people: failed, as said above")
+
+    monkeypatch.setattr(compare, "find_unfit", lambda *_: ["right in 0 of 200 cases"])
+    monkeypatch.setattr(repro, "make_ahead", make_ahead)
+    with pytest.raises(QuantgateError, match="people: failed"):
+        repro.repro(["people"], 2)
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("progress")]
+    assert said[0] == "people: stopped before its other candidates, as its reference is unfit, as said above"
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
