@@ -302,7 +302,7 @@ def _make_all(
             for step in planned[name]:
                 view.drop(step)
             if is_made and name == product.reference and stop_unfit(product):
-                return False
+                return True  # nor has this one
             if judge and not is_made:
                 view.finish(judge.list_steps(product))
             elif judge and rest.is_last(product):
@@ -313,13 +313,15 @@ def _make_all(
 
     with view.open_phase(phase), ThreadPoolExecutor(share.num_jobs) as pool:
         try:
-            unfit = [own.reference for own in rest.products if own.reference not in first and stop_unfit(own)]
+            for product in rest.products:
+                if product.reference not in first:
+                    stop_unfit(product)
             is_made = list(pool.map(make, first))
         except KeyboardInterrupt:
             if judge:
                 judge.end()  # the pool waits for it
             raise
-    return unfit + [name for name, made in zip(first, is_made, strict=True) if not made]
+    return [name for name, made in zip(first, is_made, strict=True) if not made]
 
 
 class _Rest:

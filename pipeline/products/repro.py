@@ -31,6 +31,8 @@ from pipeline.settings.base import Product
 def repro(names: Sequence[str], num_jobs: int | None) -> int:
     """Run what is out of date; return the exit code of `dvc repro`, which has the last word: 0 if each ended so.
 
+    Products with an unfit reference are left out, and the code is 1 then where DVC's is 0.
+
     Args:
         names: of products; none: all.
         num_jobs: candidates at once; None: as `count_jobs` says.
@@ -53,11 +55,16 @@ def repro(names: Sequence[str], num_jobs: int | None) -> int:
             view.later = _plan(view, [name for name in rest if name not in early]).predict()
             _make_and_judge(view, candidates, share, judge, products, due)
             note_made([name for name in ahead if name not in judge.noted], candidates)
+        fit = [product for product in products if product.name not in judge.unfit]
+        if judge.unfit:  # DVC would make their other candidates
+            targets = [f"release@{product.name}" for product in fit]
+            rest = [name for name in rest if name.partition("@")[2] not in judge.unfit]
+        code, steps = int(bool(judge.unfit)), dict[str, Step]()
         if all(name == ENV_STAGE for name in due):  # `open_run` has run it
             view.say("nothing is out of date")
-            code, steps = 0, dict[str, Step]()
-        else:
-            code, steps = _judge_rest(view, rest, products, targets, judge)
+        elif fit:
+            dvc_code, steps = _judge_rest(view, rest, fit, targets, judge)
+            code = dvc_code or code
     for line in _conclude(steps, products, judge, due, has_failed=code != 0):
         print(line, flush=True)
     return code
@@ -127,13 +134,13 @@ def _conclude(
     for product in products:
         name, gate, report = product.name, f"gate@{product.name}", product.reports / REPORT_FILE
         step = steps.get(gate) if name in again else judge.steps.get(gate)
-        if step and step.outcome == "failed":
+        if name in judge.unfit:
+            stopped.append(f"{name}: stopped before its other candidates, as its reference is unfit, as said above")
+        elif step and step.outcome == "failed":
             said = _render_verdict(product) or f", as said above ({report})"
             stopped.append(f"{name}: stopped by its gate{said}")
         elif step or not has_failed or gate not in due:
             yield describe_pass(product, "" if step else " before")
-        elif name in judge.unfit:
-            stopped.append(f"{name}: stopped before its other candidates, as its reference is unfit, as said above")
         elif name in judge.failed and name not in again:
             stopped.append(f"{name}: stopped, as said above ({report})")
         else:

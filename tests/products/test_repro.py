@@ -212,21 +212,27 @@ def test_where_a_candidate_failed_the_verdicts_that_came_early_are_said_last(
     ]
 
 
-def test_a_product_whose_reference_is_unfit_is_not_said_to_go_on(
-    asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("names", "num_runs"), [(["people"], 0), (["people", "shots"], 1), ([], 1)])
+def test_a_product_whose_reference_is_unfit_keeps_no_other_from_its_verdict_and_does_not_go_on(
+    asked: list[Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    num_runs: int,
 ) -> None:
-    """A run of it alone would end at the same reference."""
+    """A run of it alone would end at the same reference; DVC would first make all of its candidates."""
 
     def make_ahead(view: View, candidates: dict[str, Product], share: Share, judge: judging.EarlyJudge) -> None:
         assert judge.find_unfit(candidates["people"]) == ["right in 0 of 200 cases"]
-        raise QuantgateError("people: failed, as said above")
 
     monkeypatch.setattr(compare, "find_unfit", lambda *_: ["right in 0 of 200 cases"])
     monkeypatch.setattr(repro, "make_ahead", make_ahead)
-    with pytest.raises(QuantgateError, match="people: failed"):
-        repro.repro(["people"], 2)
-    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("progress")]
-    assert said[0] == "people: stopped before its other candidates, as its reference is unfit, as said above"
+    assert repro.repro(names, 2) == 1
+    said = capfd.readouterr().out.splitlines()
+    assert said[-1] == "people: stopped before its other candidates, as its reference is unfit, as said above"
+    runs = [line.removeprefix(f"Running {WAITING} ").split() for line in said if line.startswith("Running")]
+    assert len(runs) == num_runs
+    assert all(targets and "release@people" not in targets for targets in runs)
 
 
 def test_a_release_that_is_let_through_without_a_pass_is_not_said_to_have_passed(
