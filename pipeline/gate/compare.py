@@ -17,7 +17,7 @@ from pipeline.gate.audits import Auditor, CandidateFindings, P
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.categories import check_categories, list_watched, name_unwatched
 from pipeline.gate.certificate import certify, describe_level, is_above
-from pipeline.gate.decision import combine, judge_all
+from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import estimate_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
@@ -119,18 +119,27 @@ def _list_hopeless(pairs: PairedCases, definition: MetricDefinition, eval_name: 
         if allowed is None:
             continue
         try:
-            measurement = measure_metric(
-                pairs,
-                definition,
-                bucket,
-                eval_name=eval_name,
-                tolerance=allowed,
-                alpha=product.gate.alpha,
-                tier=tolerance.tier,
-            )
-            check_loss_can_show(measurement, definition, pairs.reference)
+            _measure_checked(pairs, definition, bucket, eval_name, product, limit=allowed, tier=tolerance.tier)
         except EvidenceError as error:
             yield str(error)
+
+
+def _measure_checked(
+    pairs: PairedCases,
+    definition: MetricDefinition,
+    bucket: str | None,
+    eval_name: str,
+    product: Product,
+    *,
+    limit: float | None,
+    tier: JudgedTier,
+) -> Measurement:
+    """Measure a metric; raise EvidenceError where it can't be, or where no loss beyond its tolerance could show."""
+    measurement = measure_metric(
+        pairs, definition, bucket, eval_name=eval_name, tolerance=limit, alpha=product.gate.alpha, tier=tier
+    )
+    check_loss_can_show(measurement, definition, pairs.reference)
+    return measurement
 
 
 def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bool = False) -> CandidateFindings:
@@ -204,7 +213,7 @@ def _measure_candidate(
 
 
 def _measure_eval(findings: CandidateFindings, eval_name: str, product: P, kind: Auditor[P]) -> None:
-    pairs, alpha = findings.pairs[eval_name], product.gate.alpha
+    pairs = findings.pairs[eval_name]
     for definition in _list_measured(product.evals[eval_name], kind, pairs.reference, pairs.candidate):
         tolerance = product.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
         asked: dict[str | None, float | None] = {None: tolerance.overall}
@@ -215,16 +224,9 @@ def _measure_eval(findings: CandidateFindings, eval_name: str, product: P, kind:
         for bucket, allowed in asked.items():
             limit, tier = (tolerance.overall, "watched") if bucket in watched else (allowed, tolerance.tier)
             try:
-                measurement = measure_metric(
-                    pairs,
-                    definition,
-                    bucket,
-                    eval_name=eval_name,
-                    tolerance=limit,
-                    alpha=alpha,
-                    tier=cast(JudgedTier, tier),
+                measurement = _measure_checked(
+                    pairs, definition, bucket, eval_name, product, limit=limit, tier=cast(JudgedTier, tier)
                 )
-                check_loss_can_show(measurement, definition, pairs.reference)
                 findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
                 if said := describe_large_tolerance(measurement, definition, pairs.reference):
                     findings.add_note(said, ReasonKind.LIMIT)
