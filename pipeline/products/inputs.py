@@ -55,8 +55,7 @@ def digest_references(products: Iterable[Product], root: Path) -> dict[str, str]
     That of a folder: a model of a hub is known by its name alone before it is evaluated, and one that a step changes by
     what the step makes.
     """
-    released = [product for product in products if (root / RELEASE / product.name).is_dir()]
-    references = {product.name: product.candidates[product.reference] for product in released}
+    references = {product.name: product.candidates[product.reference] for product in _list_pinned(products, root)}
     return {
         name: digest_watched(own.checkpoint, root)
         for name, own in references.items()
@@ -70,16 +69,20 @@ def digest_servings(products: Iterable[Product], root: Path) -> dict[str, str]:
     What was made of other weights says nothing: how those were run may follow from their format.
     """
     digests = {}
-    for product in products:
-        if (root / RELEASE / product.name).is_dir():
-            with contextlib.suppress(EvidenceError):  # not made yet, or with other steps: the gate tells then
-                auditor = KINDS[product.kind].get_auditor()
-                reference = auditor.read_candidate(root / product.build, product.reference, product)
-                made = reference.checkpoint
-                weights = digest_watched(product.candidates[product.reference].checkpoint, root)
-                if weights in (made.digest, made.parent_digest, made.path):  # the last of a hub
-                    digests[product.name] = digest_serving(reference.serving)
+    for product in _list_pinned(products, root):
+        with contextlib.suppress(EvidenceError):  # not made yet, or with other steps: the gate tells then
+            auditor = KINDS[product.kind].get_auditor()
+            reference = auditor.read_candidate(root / product.build, product.reference, product)
+            made = reference.checkpoint
+            weights = digest_watched(product.candidates[product.reference].checkpoint, root)
+            if weights in (made.digest, made.parent_digest, made.path):  # the last of a hub
+                digests[product.name] = digest_serving(reference.serving)
     return digests
+
+
+def _list_pinned(products: Iterable[Product], root: Path) -> list[Product]:
+    """Return the products of which a release pins what candidates are judged by."""
+    return [product for product in products if (root / RELEASE / product.name).is_dir()]
 
 
 def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:

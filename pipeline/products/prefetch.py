@@ -121,7 +121,13 @@ def open_run(names: Sequence[str], num_jobs: int | None) -> Iterator[tuple[View,
 
 
 class Judge(Protocol):
-    """Who judges a product as soon as all of its candidates are made, while others are worked on."""
+    """Who judges a product as soon as all of its candidates are made, while others are worked on.
+
+    Attributes:
+        unfit: names of products for which `find_unfit` found something.
+    """
+
+    unfit: list[str]
 
     def list_steps(self, product: Product) -> list[str]:
         """Return the names of the steps that this takes; none: the product is not judged yet."""
@@ -279,21 +285,18 @@ def _make_all(
     for place in range(share.num_jobs):
         places.put(place)
 
-    stopped = set[str]()  # products whose reference is unfit
-
     def stop_unfit(product: Product) -> bool:
         if not judge or not (problems := judge.find_unfit(product)):
             return False
         why = format_line(problems[0])
         view.say(f"{product.name}: no other candidate is begun, as the reference is unfit: {why}")
         view.finish(judge.list_steps(product))
-        stopped.add(product.name)
         return True
 
     def make(name: str) -> bool:
         place, product = places.get(), candidates[name]
         try:
-            if product.name in stopped:
+            if judge and product.name in judge.unfit:
                 for step in planned[name]:
                     view.drop(step)
                 return True  # it has not failed

@@ -16,6 +16,7 @@ from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.release.manifest import Manifest
 from pipeline.running.stage_code import digest_code
+from pipeline.settings.base import Product
 from tests.paths import ROOT
 
 
@@ -77,6 +78,14 @@ def test_the_weights_of_a_reference_are_known_by_what_the_gate_pins() -> None:
     assert inputs.digest_references([params.products[name] for name in names], ROOT) == pinned
 
 
+def write_reference(project: Path, product: Product, *, format: str = "dense", digest: str) -> None:
+    """Write the record of a reference that was made of such weights."""
+    shape: dict[str, Any] = {"kind": "any", "dtype": "float32", "num_parameters": 1, "num_bytes": 4}
+    weights = Checkpoint(path="models/any", format=format, digest=digest, **shape)
+    path = project / product.build / "candidates" / product.reference / "candidate.json"
+    write_record(path, BuiltCandidate(name=product.reference, checkpoint=weights))
+
+
 def test_how_a_reference_is_run_is_known_by_what_the_gate_pins_once_it_is_made(tmp_path: Path) -> None:
     """Another serving.max_tokens than at the last release was refused after all candidates had been evaluated."""
     project = copy_inputs(tmp_path)
@@ -84,17 +93,7 @@ def test_how_a_reference_is_run_is_known_by_what_the_gate_pins_once_it_is_made(t
     product = get_product(params, "agent", kind=TextProduct)
     (project / "release/agent").mkdir(parents=True)
     assert inputs.digest_servings([product], project) == {}, "nothing is made yet"
-    weights = Checkpoint(
-        path="models/agent",
-        kind="llama",
-        format="dense",
-        dtype="bfloat16",
-        num_parameters=1,
-        num_bytes=2,
-        digest=inputs.digest_references([product], project)["agent"],
-    )
-    built = BuiltCandidate(name=product.reference, checkpoint=weights)
-    write_record(project / product.build / "candidates" / product.reference / "candidate.json", built)
+    write_reference(project, product, digest=inputs.digest_references([product], project)["agent"])
     pinned = read_record(ROOT / "release/agent/manifest.json", Manifest).reference.serving_digest
     assert inputs.digest_servings([product], project) == {"agent": pinned}
     other = product.model_copy(update={"serving": product.serving.model_copy(update={"max_tokens": 4})})
@@ -108,21 +107,8 @@ def test_how_a_reference_of_other_weights_was_run_says_nothing_of_this_one(tmp_p
     project = copy_inputs(tmp_path)
     product = get_product(load_params(project / "params.yaml"), "upscaler", kind=VisionProduct)
     (project / "release/upscaler").mkdir(parents=True)
-    weights = Checkpoint(
-        path="models/onnx",
-        kind="upscaler",
-        format="onnx",
-        dtype="float32",
-        num_parameters=1,
-        num_bytes=4,
-        digest="0" * 64,
-    )
-    path = project / product.build / "candidates" / product.reference / "candidate.json"
-    write_record(path, BuiltCandidate(name=product.reference, checkpoint=weights))
+    write_reference(project, product, format="onnx", digest="0" * 64)
     assert inputs.digest_servings([product], project) == {}, "the gate tells, once it is made"
-    own = weights.model_copy(
-        update={"format": "dense", "digest": inputs.digest_references([product], project)["upscaler"]}
-    )
-    write_record(path, BuiltCandidate(name=product.reference, checkpoint=own))
+    write_reference(project, product, digest=inputs.digest_references([product], project)["upscaler"])
     pinned = read_record(ROOT / "release/upscaler/manifest.json", Manifest).reference.serving_digest
     assert inputs.digest_servings([product], project) == {"upscaler": pinned}

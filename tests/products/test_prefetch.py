@@ -57,7 +57,8 @@ class Judge:
 
     def __init__(self, unfit: tuple[str, ...] = (), *, problem: str = "right in 0 of 200 cases") -> None:
         self.workshop: Any = None
-        self.unfit, self.problem = unfit, problem
+        self.problems = dict.fromkeys(unfit, [problem])  # by reference
+        self.unfit: list[str] = []
         self.judged: dict[str, list[str]] = {}
         self.has_ended = False
 
@@ -67,7 +68,9 @@ class Judge:
 
     def find_unfit(self, product: Product) -> list[str]:
         """Find fault with the references that it was told of."""
-        return [self.problem] if product.reference in self.unfit else []
+        problems = self.problems.get(product.reference, [])
+        self.unfit += [product.name] if problems else []
+        return problems
 
     def judge(self, product: Product, gpus: str | None) -> None:
         """Judge nothing."""
